@@ -43,12 +43,8 @@ class Member:
 class Archive:
     """A zip archive, mapped into memory; its members' names are those below its one folder.
 
-    Every fact that zip files hold twice must agree, so that no other reader sees other members.
-
-    Args:
-        path: Path of the file.
-        error: Type of the errors that are raised.
-        data: Bytes of an archive within an archive; by default the whole file.
+    Every fact that zip files hold twice must agree, so that no other reader sees other members. ``data`` are
+    the bytes of an archive within an archive; by default the whole file.
 
     Raises:
         AuditError: The file is missing, or not an archive as torch writes it; the error has the given type.
@@ -100,19 +96,10 @@ class Archive:
         directory = self._data[at:end]
         place = 0
         for _ in range(count):
-            (
-                signature,
-                flags,
-                method,
-                crc32,
-                packed,
-                size,
-                name_size,
-                extra_size,
-                comment_size,
-                mode,
-                offset,
-            ) = _CENTRAL.unpack_from(directory, place)
+            signature, flags, method, crc32, packed, size, *sizes, mode, offset = _CENTRAL.unpack_from(
+                directory, place
+            )
+            name_size, extra_size, comment_size = sizes
             place += _CENTRAL.size
             raw = bytes(directory[place : place + name_size])
             extra = bytes(directory[place + name_size : place + name_size + extra_size])
@@ -132,7 +119,9 @@ class Archive:
         if place != end - at:
             raise self._broken("its table of members is damaged")
         self._check_places(found, at)
-        return self._below_folder({name: member for name, (_, member) in found.items()})
+        if len({name.partition("/")[0] for name in found}) > 1:
+            raise self._broken("its members are not in one folder")
+        return {name.partition("/")[2]: member for name, (_, member) in found.items()}
 
     def _directory(self) -> tuple[int, int, int]:
         """Return the number of members, and the start and end of the table of members."""
@@ -147,13 +136,8 @@ class Archive:
             _, disk, place, disks = _END64_LOCATOR.unpack_from(self._data, locator)
             signature, length, _, _, *wide = _END64.unpack_from(self._data, end)
             fits = all(a in (b, 0xFFFF, _IN_ZIP64) for a, b in zip(numbers, wide, strict=True))
-            if (signature, length, place, disk, disks) != (
-                b"PK\x06\x06",
-                _END64.size - 12,
-                end,
-                0,
-                1,
-            ) or not fits:
+            expected = b"PK\x06\x06", _END64.size - 12, end, 0, 1
+            if (signature, length, place, disk, disks) != expected or not fits:
                 raise self._broken("its end says two different things")
             disk, first_disk, here, count, size, at = wide
         if disk or first_disk or here != count or at + size != end:
@@ -198,12 +182,6 @@ class Archive:
             free = member.start + member.size
         if free > end:
             raise self._broken("a member overlaps the table of members")
-
-    def _below_folder(self, members: dict[str, Member]) -> dict[str, Member]:
-        folders = {name.partition("/")[0] for name in members}
-        if len(folders) > 1:
-            raise self._broken("its members are not in one folder")
-        return {name.partition("/")[2]: member for name, member in members.items()}
 
     def _broken(self, what: str, hint: str = "download or save it again") -> AuditError:
         return self._error(f"{describe_path(self.path)}: not an archive of torch: {what}", hint=hint)

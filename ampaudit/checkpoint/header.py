@@ -77,7 +77,6 @@ TORCH_NAMES = {
 }  # fmt: skip
 FLOAT_TYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
-
 _MAX_NUMBER = (1 << 63) - 1
 _HINT = "download or save it again"
 
@@ -107,19 +106,12 @@ _TEXTS = TypeAdapter(dict[str, dict[str, str]], config=ConfigDict(strict=True))
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file.
-
-    Attributes:
-        name: Name of the tensor.
-        dtype: Name of its type in safetensors, such as ``F32``.
-        shape: Sizes of the tensor.
-        start: Offset of its first byte in the data.
-    """
+    """One tensor of a file."""
 
     name: str
-    dtype: str
+    dtype: str  # in safetensors, such as ``F32``
     shape: tuple[int, ...]
-    start: int = 0
+    start: int = 0  # of its first byte in the data
 
     @property
     def size(self) -> int:

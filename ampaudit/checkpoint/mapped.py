@@ -13,7 +13,7 @@ import torch
 
 from ampaudit.checkpoint.archive import map_privately
 from ampaudit.checkpoint.header import read_header
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
+from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.parts import InMemory, dtype_of
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import describe, describe_path
@@ -78,12 +78,8 @@ def map_checkpoint(path: Path) -> MappedWeights:
         if isinstance(part, InMemory):
             weights.tensors.update(part.tensors)
         else:
-            _map_file(_file_of(checkpoint, part.label), weights)
+            _map_file(checkpoint.path.parent / part.label, weights)
     return weights
-
-
-def _file_of(checkpoint: Checkpoint, label: str) -> Path:
-    return checkpoint.path.parent / label
 
 
 def _map_file(path: Path, weights: MappedWeights) -> None:

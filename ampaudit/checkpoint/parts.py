@@ -63,12 +63,7 @@ class WatchedPart:
 
 
 class RescaledPart:
-    """A part with some tensors multiplied by powers of two.
-
-    Args:
-        part: Part with the original values.
-        powers: Exponents of two by the names of tensors.
-    """
+    """A part with some tensors multiplied by powers of two, whose exponents are given by their names."""
 
     def __init__(self, part: Part, powers: Mapping[str, int]) -> None:
         self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
@@ -148,15 +143,11 @@ class InMemory:
     """Tensors in memory: of a model, or of a ``.pt`` file that torch has mapped."""
 
     def __init__(self, label: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-        self.label = label
-        self.metadata = metadata
-        self.tensors = tensors
-        self.entries = {
-            name: TensorEntry(
-                name, type_name(t.dtype, f"{describe(label)}: {describe(name)!r}"), tuple(t.shape)
-            )
-            for name, t in tensors.items()
-        }
+        self.label, self.metadata, self.tensors = label, metadata, tensors
+        self.entries: dict[str, TensorEntry] = {}
+        for name, tensor in tensors.items():
+            dtype = type_name(tensor.dtype, f"{describe(label)}: {describe(name)!r}")
+            self.entries[name] = TensorEntry(name, dtype, tuple(tensor.shape))
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield slices of the tensor, or of a contiguous copy."""
@@ -194,12 +185,8 @@ def misfit(
 ) -> str:
     """Return why a tensor does not lie in its storage, or repeats it beyond reason; empty if it fits.
 
-    Args:
-        sizes: Sizes of the tensor, not negative.
-        strides: Strides in elements, one per size, not negative.
-        offset: Offset of its first element, in elements.
-        stored: Number of elements of the storage.
-        expanded: Number of elements that a tensor may have in any case.
+    All numbers are elements and not negative; there is one stride per size. A tensor may have as many
+    elements as are ``stored``, and in any case those ``expanded``.
     """
     elements = math.prod(sizes)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -95,8 +95,7 @@ def _plain(value: Any, storages: Storages, counter: Iterator[int], depth: int) -
 class Storages:
     """The storages of a file, by their key, and the tensors in them.
 
-    Args:
-        bytes_of: Function that returns the writable bytes of a key.
+    ``bytes_of`` returns the writable bytes of a key.
     """
 
     def __init__(self, bytes_of: Callable[[str], memoryview]) -> None:
@@ -123,7 +122,10 @@ class Storages:
             raise RefusedPickle(f"{shown!r} leaves its storage, or is too large for it")
         found = torch.empty(0, dtype=dtype)
         found.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
-        return _resolved(found, record.metadata)
+        if isinstance(record.metadata, Pairs):  # carry out what was pending when it was saved
+            found = found.conj().resolve_conj() if record.metadata.get("conj") is True else found
+            found = -found if record.metadata.get("neg") is True else found
+        return found
 
     def _flat(self, storage: StorageRecord, shown: str) -> torch.Tensor:
         itemsize = _STORAGES[storage.kind].itemsize
@@ -149,14 +151,6 @@ def _fits(record: TensorRecord, available: int) -> bool:
     if len(size) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
         return False
     return not misfit(size, stride, record.offset, available)
-
-
-def _resolved(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """Carry out the conjugation or negation that was pending when a tensor was saved."""
-    if isinstance(metadata, Pairs):
-        tensor = tensor.conj().resolve_conj() if metadata.get("conj") is True else tensor
-        tensor = -tensor if metadata.get("neg") is True else tensor
-    return tensor
 
 
 def _read(path: Path) -> tuple[Any, Storages, int]:

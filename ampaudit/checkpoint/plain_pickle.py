@@ -128,28 +128,21 @@ STAND_INS: dict[str, Callable[..., Any] | None] = {
         name: _opaque(name.rpartition(".")[2])
         for name in (
             *("torch.device", "torch.serialization._get_layout", "_codecs.encode"),
-            *(
-                "builtins.set",
-                "builtins.frozenset",
-                "builtins.bytes",
-                "builtins.bytearray",
-                "builtins.complex",
-            ),
+            *(f"builtins.{name}" for name in ("set", "frozenset", "bytes", "bytearray", "complex")),
         )
     },
     **{
         f"torch.{name}": None
         for name in (
-            *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16"),
-            *("bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn"),
-            *("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-            *("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "per_tensor_affine", "per_channel_affine"),
-            *("per_tensor_symmetric", "per_channel_symmetric", "per_channel_affine_float_qparams"),
-            *("storage.UntypedStorage", "UntypedStorage", "BoolStorage", "ByteStorage", "CharStorage"),
-            *("ShortStorage", "IntStorage", "LongStorage", "HalfStorage", "BFloat16Storage", "FloatStorage"),
-            *("DoubleStorage", "ComplexFloatStorage", "ComplexDoubleStorage", "QUInt8Storage"),
-            *("QInt8Storage", "QInt32Storage", "QUInt4x2Storage", "QUInt2x4Storage"),
-        )
+            "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
+            "complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+            "float8_e8m0fnu float4_e2m1fn_x2 quint8 qint8 qint32 quint4x2 quint2x4 per_tensor_affine "
+            "per_channel_affine per_tensor_symmetric per_channel_symmetric per_channel_affine_float_qparams "
+            "storage.UntypedStorage UntypedStorage BoolStorage ByteStorage CharStorage ShortStorage "
+            "IntStorage LongStorage HalfStorage BFloat16Storage FloatStorage DoubleStorage "
+            "ComplexFloatStorage ComplexDoubleStorage QUInt8Storage QInt8Storage QInt32Storage "
+            "QUInt4x2Storage QUInt2x4Storage"
+        ).split()
     },
 }
 
@@ -171,9 +164,7 @@ class CodeNeeded(RefusedPickle):
 def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
     """Return what a pickle holds: plain data, ``Pairs``s, ``TensorRecord``s and ``Opaque``s.
 
-    Args:
-        stream: Stream, which is read to the end of the pickle.
-        storages: Mapping that receives every storage that the pickle names.
+    The stream is read to the end of the pickle. ``storages`` receives every storage that the pickle names.
 
     Raises:
         RefusedPickle: The pickle is damaged, or needs a class or function that plain data do not need.
@@ -195,8 +186,6 @@ def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
 
 
 class _Reader:
-    __slots__ = ("copied", "marked", "memo", "stack", "storages")
-
     def __init__(self, storages: list[StorageRecord]) -> None:
         self.storages = storages
         self.stack: list[Any] = []
@@ -210,8 +199,8 @@ class _Reader:
 
     def items(self) -> list[Any]:
         """Return what is above the mark."""
-        found, self.stack = self.stack, self.marked.pop()
-        return found
+        items, self.stack = self.stack, self.marked.pop()
+        return items
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -221,19 +210,10 @@ class _Reader:
             raise RefusedPickle
         self.memo[index] = self.stack[-1]
 
-    def memoize(self, _: Any) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def get(self, index: int) -> None:
-        self.stack.append(self.memo[index])
-
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
             raise RefusedPickle
         self.stack[len(self.stack) - count :] = [tuple(self.stack[len(self.stack) - count :])]
-
-    def tuple_of_items(self, _: Any) -> None:
-        self.push(tuple(self.items()))
 
     def append(self, _: Any) -> None:
         value = self.stack.pop()
@@ -310,23 +290,19 @@ def _unicode(reader: _Reader, value: str) -> None:
 _ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda reader, _: None),
     **dict.fromkeys(
-        (
-            *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
-            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-        ),
-        _Reader.push,
+        "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINBYTES SHORT_BINBYTES BINBYTES8".split(), _Reader.push
     ),
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _unicode),
     **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), _text),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Reader.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Reader.get),
-    "MEMOIZE": _Reader.memoize,
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda reader, index: reader.push(reader.memo[index])),
+    "MEMOIZE": lambda reader, _: reader.put(len(reader.memo)),
     "NONE": lambda reader, _: reader.push(None),
     "NEWTRUE": lambda reader, _: reader.push(True),
     "NEWFALSE": lambda reader, _: reader.push(False),
     "MARK": _Reader.mark,
     "EMPTY_TUPLE": lambda reader, _: reader.push(()),
-    "TUPLE": _Reader.tuple_of_items,
+    "TUPLE": lambda reader, _: reader.push(tuple(reader.items())),
     "TUPLE1": lambda reader, _: reader.tuple_of(1),
     "TUPLE2": lambda reader, _: reader.tuple_of(2),
     "TUPLE3": lambda reader, _: reader.tuple_of(3),

@@ -24,17 +24,11 @@ _AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Checksums of a written file.
-
-    Attributes:
-        sha256: Digest of the whole file.
-        size: Size of the file in bytes.
-        crc32: Checksum of each tensor, to name the one that differs.
-    """
+    """Checksums of a written file."""
 
     sha256: str
-    size: int
-    crc32: dict[str, int]
+    size: int  # of the file in bytes
+    crc32: dict[str, int]  # of each tensor, to name the one that differs
 
 
 def write_safetensors(
@@ -43,13 +37,7 @@ def write_safetensors(
     metadata: dict[str, str],
     pieces: Iterable[tuple[str, Iterator[torch.Tensor]]],
 ) -> Written:
-    """Write the tensors in the order of the entries.
-
-    Args:
-        path: Path of the new file.
-        entries: Name, dtype and shape of each tensor.
-        metadata: Texts to store in the header.
-        pieces: Name and values, in flat pieces, of each entry in order.
+    """Write a new file of tensors, whose values come in flat pieces, in the order of the entries.
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
