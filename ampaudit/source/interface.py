@@ -21,19 +21,12 @@ INPUT_SEED_OFFSET = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The arguments of one call.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        item: The user's batch, where it differs from the arguments.
-        name: Name in reports, such as ``call 14`` of a recording.
-    """
+    """The arguments of one call."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    item: Any = None
-    name: str = ""
+    item: Any = None  # the user's batch, where it differs from the arguments
+    name: str = ""  # in reports, such as ``call 14`` of a recording
 
     def title(self, number: int) -> str:
         """Return the name, or ``batch N``."""
@@ -68,43 +61,25 @@ Sized = Callable[[Mapping[str, int]], tuple[Batch, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A loaded model.
+    """A loaded model, its inputs, and what its file defines for some audits."""
 
-    Attributes:
-        location: Location from the command line.
-        kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``.
-        sha256: Digest of the model's file or configuration.
-        loss: The file's loss(output) or loss(output, batch), for audits of gradients.
-        dtype: 16-bit format of a converted directory, or of a graph that contains its casts.
-        release: Function that frees the memory of a streamed weight until its next use.
-        optimizer: The file's optimizer(params), for ``ampaudit train``.
-        files: State of the model's files before they were read.
-        inputs: Origin of the batches.
-        metric: The file's metric(output, batch), for ``ampaudit check``; larger is better.
-        notes: Changes made to the model before the audit.
-        next_inputs: The file's next_inputs(outputs, inputs) or scheduler, for audits of several steps.
-        sized: Function that returns batches of other sizes, by axis; ``None`` if the sizes are fixed.
-        reference: Source of the reference outputs, if not the model itself.
-        places: Position of each input among those of the reference.
-    """
-
-    location: str
-    kind: str
+    location: str  # from the command line
+    kind: str  # ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``
     model: nn.Module
     batches: tuple[Batch, ...]
-    sha256: str | None = None
-    loss: Callable[..., Any] | None = None
-    metric: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
-    release: Callable[[torch.Tensor], None] | None = None
-    dtype: str | None = None
-    files: tuple[FileState, ...] = ()
-    inputs: InputsInfo = GIVEN
-    notes: tuple[str, ...] = ()
-    next_inputs: Any = None
-    sized: Sized | None = None
-    reference: ModelSource | None = None
-    places: tuple[int, ...] = ()
+    sha256: str | None = None  # of the model's file or configuration
+    loss: Callable[..., Any] | None = None  # (output) or (output, batch), for audits of gradients
+    metric: Callable[..., Any] | None = None  # (output, batch), for ``ampaudit check``; larger is better
+    optimizer: Callable[..., Any] | None = None  # (params), for ``ampaudit train``
+    release: Callable[[torch.Tensor], None] | None = None  # frees a streamed weight until its next use
+    dtype: str | None = None  # 16-bit format of a converted directory, or of a graph that contains its casts
+    files: tuple[FileState, ...] = ()  # of the model, before they were read
+    inputs: InputsInfo = GIVEN  # origin of the batches
+    notes: tuple[str, ...] = ()  # changes made to the model before the audit
+    next_inputs: Any = None  # (outputs, inputs) or a scheduler, for audits of several steps
+    sized: Sized | None = None  # returns batches of other sizes, by axis; None if the sizes are fixed
+    reference: ModelSource | None = None  # of the reference outputs, if not the model itself
+    places: tuple[int, ...] = ()  # position of each input among those of the reference
 
     @property
     def names_files(self) -> bool:
