@@ -269,28 +269,23 @@ class _Tensor(BaseModel):
 _TENSOR = TypeAdapter(_Tensor)
 
 
-class KnownClasses:
-    """The classes that a recording may name; none is imported for it.
+def known_classes(model: nn.Module) -> dict[str, type]:
+    """Return the classes that a recording may name; none is imported for it.
 
     These are the dataclasses, named tuples and enumerations in the modules that define the model's classes,
-    and the caches and outputs of Transformers for its models.
+    and the caches and outputs of Transformers for its models. Each is also there by its last name, since a
+    script's module is ``__main__``.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-        sources = sorted(name for name in modules if not name.startswith("torch."))
-        sources += _TRANSFORMERS if any(name.startswith("transformers.") for name in modules) else ()
-        self._by_name: dict[str, type] = {}
-        self._by_short_name: dict[str, type] = {}
-        for source in (*sources, "torch.nn.utils.rnn"):
-            for kind in vars(sys.modules[source]).values() if source in sys.modules else ():
-                if isinstance(kind, type) and _holds_data(kind):
-                    self._by_name[f"{kind.__module__}:{kind.__qualname__}"] = kind
-                    self._by_short_name.setdefault(kind.__qualname__, kind)
-
-    def find(self, name: str) -> type | None:
-        """Find a class by qualified name, or by its last part, since a script's module is ``__main__``."""
-        return self._by_name.get(name) or self._by_short_name.get(name.rpartition(":")[2])
+    modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    sources = sorted(name for name in modules if not name.startswith("torch."))
+    sources += _TRANSFORMERS if any(name.startswith("transformers.") for name in modules) else ()
+    classes: dict[str, type] = {}
+    for source in (*sources, "torch.nn.utils.rnn"):
+        for kind in vars(sys.modules[source]).values() if source in sys.modules else ():
+            if isinstance(kind, type) and _holds_data(kind):
+                classes[f"{kind.__module__}:{kind.__qualname__}"] = kind
+                classes.setdefault(kind.__qualname__, kind)
+    return classes
 
 
 def _holds_data(kind: type) -> bool:
@@ -309,7 +304,7 @@ class Rebuilder:
     """
 
     def __init__(
-        self, path: Path, tensors: dict[str, torch.Tensor], classes: KnownClasses, *, widened: bool
+        self, path: Path, tensors: dict[str, torch.Tensor], classes: Mapping[str, type], *, widened: bool
     ) -> None:
         self.needs = 0
         self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
@@ -365,7 +360,8 @@ class Rebuilder:
         return self._views.setdefault(key, tensor)
 
     def _named_class(self, name: Any, place: str, fits: Callable[[type], bool] | None = None) -> type:
-        kind = self._classes.find(name) if isinstance(name, str) else None
+        text = name if isinstance(name, str) else ""
+        kind = self._classes.get(text) or self._classes.get(text.rpartition(":")[2])
         if kind is None:
             raise InputError(
                 f"{describe_path(self._path)}: {describe(place)} is of the class {describe(name)}, "
@@ -549,7 +545,7 @@ def recorded_calls(
     if same_model:
         _check_model(directory, recording, model)
     files = _files(directory, recording)
-    widen, classes = _needs_widening(recording, model), KnownClasses(model)
+    widen, classes = _needs_widening(recording, model), known_classes(model)
     calls = [_read(file, classes, widen=widen) for file in files[:count]]
     _check_memory(directory, calls, widen=widen)
     batches = tuple(call.batch.mapped(_widened) if call.widened else call.batch for call in calls)
@@ -599,7 +595,7 @@ def _files(directory: Path, recording: _Recording) -> list[Path]:
     return files
 
 
-def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
+def _read(path: Path, classes: Mapping[str, type], *, widen: bool) -> _StoredCall:
     call = validate(_CALL, read_json(path, MAX_TABLE, InputError, _HINT), path, InputError, _HINT)
     if path.name != call_file(call.call):
         raise InputError(f"{describe_path(path)}: describes call {call.call}", hint=_HINT)
