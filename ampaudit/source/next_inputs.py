@@ -54,7 +54,8 @@ def stepping(
             f"next_inputs is of type {type(declared).__name__}",
             hint=f"declare a function {NEXT_INPUTS}, or a scheduler with step() and timesteps",
         )
-    if can_generate(model):
+    can_generate = getattr(model, "can_generate", None)  # a model of Transformers
+    if callable(can_generate) and hasattr(model, "generation_config") and can_generate():
         return *plan_decoding(model, batches, steps), "the most likely token and the cache (built in)"
     return tuple(batches), recurrent, "outputs that are like inputs (built in)"
 
@@ -133,20 +134,10 @@ def _alike(output: Any, value: Any) -> bool:
     """Return whether an output and an input have the same structure of floating-point tensors."""
     leaves, spec = pytree.tree_flatten(output)
     others, value_spec = pytree.tree_flatten(value)
-    return spec == value_spec and all(
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.shape == other.shape
-        and inexact(one)
-        and inexact(other)
-        for one, other in zip(leaves, others, strict=True)
-    )
-
-
-def can_generate(model: nn.Module) -> bool:
-    """Return whether a model is a generative one of Transformers."""
-    can = getattr(model, "can_generate", None)
-    return callable(can) and hasattr(model, "generation_config") and bool(can())
+    if spec != value_spec or not all(isinstance(leaf, torch.Tensor) for leaf in (*leaves, *others)):
+        return False
+    floats = all(map(inexact, (*leaves, *others)))
+    return floats and [leaf.shape for leaf in leaves] == [other.shape for other in others]
 
 
 def plan_decoding(
@@ -333,7 +324,8 @@ class DiffusionSteps:
 def _places(batch: Batch) -> tuple[int, int]:
     """Return the leaf indices of the sample and the timestep."""
     leaves = named_inputs(batch.args, batch.kwargs)
-    samples = [i for i, (_, leaf) in enumerate(leaves) if _is_sample(leaf)]
+    tensors = [(i, leaf) for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    samples = [i for i, tensor in tensors if tensor.is_floating_point() and tensor.ndim >= 2]
     if not samples:
         raise InputError("no input of the model is a sample", hint="give it floating-point latents")
     times = [i for i, (name, leaf) in enumerate(leaves) if name in _TIMES and i != samples[0]]
@@ -341,10 +333,6 @@ def _places(batch: Batch) -> tuple[int, int]:
     if not times:
         raise InputError("no input of the model is a timestep", hint="give it one, such as torch.tensor(0)")
     return samples[0], times[0]
-
-
-def _is_sample(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim >= 2
 
 
 def _is_number(leaf: Any) -> bool:

@@ -63,7 +63,6 @@ _PARTS = {
     "images": ("AutoImageProcessor", "image_processor", ("pixel_values", "flattened_patches")),
     "audio": ("AutoFeatureExtractor", "feature_extractor", ("input_features", "input_values")),
 }
-_NONE = "no tokenizer or processor lies beside the model"
 
 
 def _files(directory: Path) -> list[Path]:
@@ -99,12 +98,6 @@ class Processor:
     """The parts of a processor that produce inputs for a model of Transformers, on any device.
 
     The folder holds the processor's files and ``config.json``; with ``trust``, its code may run.
-
-    Attributes:
-        parts: Tokenizer, image processor and feature extractor, by kind.
-        problem: Reason why a part is missing or cannot be loaded.
-        length: Largest number of tokens in the last batches.
-        cut: Whether each text of the last batches was truncated.
     """
 
     def __init__(self, model: Any, folder: Path, *, trust: bool) -> None:
@@ -112,9 +105,10 @@ class Processor:
         self._accepts = inspect.signature(model.forward).parameters.keys()
         self._whole: Any = None
         self._special = True
-        self.length, self.cut = 0, list[bool]()
-        self.parts: dict[str, Any] = {}
-        self.problem = _NONE
+        self.length = 0  # largest number of tokens in the last batches
+        self.cut: list[bool] = []  # whether each text of the last batches was truncated
+        self.parts: dict[str, Any] = {}  # tokenizer, image processor and feature extractor, by kind
+        self.problem = "no tokenizer or processor lies beside the model"  # or why a part cannot be loaded
         if not has_processor(folder):
             return
         with contextlib.suppress(Exception):  # its parts may be there without it
@@ -140,12 +134,10 @@ class Processor:
     def encoded(
         self, columns: Mapping[str, Sequence[Any]], rows: int, *, chat: bool
     ) -> list[dict[str, Tensor]]:
-        """Encode samples as batches of tensors with the same shapes.
+        """Encode samples by kind as batches of tensors with the same shapes.
 
-        Args:
-            columns: Samples by kind, equally many of each.
-            rows: Rows per batch; divides the number of samples.
-            chat: Whether to write prompts with the chat template.
+        There are equally many of each kind, a multiple of the rows per batch. With ``chat``, prompts are
+        written with the chat template.
         """
         columns, lengths, length = dict(columns), list[int](), 0
         if "text" in columns:

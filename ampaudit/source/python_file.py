@@ -304,7 +304,8 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
     if _overrides(model, "forward") or not _overrides(model, "training_step"):
         return model
     stepping, kind = copy.copy(model), type(model)
-    methods = {"forward": _run_step, "log": _ignore, "log_dict": _ignore, "__module__": kind.__module__}
+    methods: dict[str, Any] = {"forward": _run_step, "__module__": kind.__module__}
+    methods |= dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)  # there is no trainer
     stepping.__class__ = type(kind.__name__, (kind,), methods)
     return stepping
 
@@ -338,7 +339,3 @@ def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"training_step of {name} returns no loss", hint=f"return the loss, or {_FORWARD}")
     return loss
-
-
-def _ignore(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Log nothing: there is no trainer."""

@@ -191,7 +191,8 @@ def _bitsandbytes(module: Any, base: type) -> _Plain | None:
         state = next((holder for holder in holders if getattr(holder, "CB", None) is not None), None)
         if state is None:
             return None
-        kind, weight = "bitsandbytes int8", bitsandbytes_8bit(state.CB, state.SCB)
+        # 127 stands for the row's largest magnitude
+        kind, weight = "bitsandbytes int8", state.CB.float() * (state.SCB.float() / 127).reshape(-1, 1)
     else:
         return None
     if "Embedding" not in base.__name__:
@@ -386,11 +387,9 @@ def scaled(
 ) -> Tensor:
     """Multiply codes of any dtype by their scales, given per tensor, row, column group or block.
 
-    Args:
-        values: Codes.
-        scale: Scales; without ``block``, their shape tells which values each applies to.
-        block: Size along the last axes of the blocks with one scale each; the last block may be partial.
-        zero: Zero points to subtract first, in the shape of the scales.
+    ``block`` is the size along the last axes of the blocks with one scale each; the last may be partial.
+    Without it, the shape of the scales tells which values each applies to. Zero points, which are subtracted
+    first, have that shape as well.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -450,11 +449,6 @@ def bitsandbytes_4bit(data: Tensor, state: Any) -> Tensor:
 
 def _blocks(values: Tensor, peaks: Tensor, size: int) -> Tensor:
     return values * peaks.repeat_interleave(size)[: len(values)]
-
-
-def bitsandbytes_8bit(codes: Tensor, peaks: Tensor) -> Tensor:
-    """Dequantize rows of int8 in which 127 stands for the row's largest magnitude."""
-    return codes.float() * (peaks.float() / 127).reshape(-1, 1)
 
 
 def gptq(layer: Any, *, less_one: bool) -> Tensor:
