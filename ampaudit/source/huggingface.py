@@ -61,21 +61,13 @@ _PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_
 
 
 class Rehearsed(TypedDict):
-    """What a rehearsal learns about a model without its weights.
+    """What a rehearsal learns about a model without its weights."""
 
-    Attributes:
-        name: Name of the model class.
-        size: Bytes of the model in float32.
-        origin: Origin of the inputs; empty if none were requested or generating them failed.
-        detail: Description of the inputs or of the problem.
-        hint: Hint for solving the problem.
-    """
-
-    name: str
-    size: Annotated[int, Ge(0), Le(1 << 80)]
-    origin: Literal["", "file", "sample", "random"]
-    detail: str
-    hint: str
+    name: str  # of the model class
+    size: Annotated[int, Ge(0), Le(1 << 80)]  # bytes in float32
+    origin: Literal["", "file", "sample", "random"]  # of the inputs; empty if there are none
+    detail: str  # describes the inputs, or why generating them failed
+    hint: str  # how to solve that
 
 
 _ANSWER = TypeAdapter(Rehearsed)
@@ -84,9 +76,8 @@ _ANSWER = TypeAdapter(Rehearsed)
 def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
     """Return the function for the sandbox, which builds the model and writes inputs to its folder.
 
-    Args:
-        request: ``table``, a configuration; ``directory``, the processor's files; and ``inputs``, an
-            ``InputRequest`` or ``None``.
+    The request has ``table``, a configuration; ``directory``, with the processor's files; and ``inputs``, an
+    ``InputRequest`` or ``None``.
     """
     table, inputs = request["table"], request["inputs"]
     architecture = named_architecture(table)
@@ -150,13 +141,7 @@ def named_class(table: dict[str, Any]) -> Any:
 
 
 def build_config(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
-    """Build the Transformers configuration of a table.
-
-    Args:
-        architecture: Class of the model.
-        table: Checked configuration from ``read_model_config``.
-        folder: Empty folder for the file that Transformers reads.
-    """
+    """Build the configuration of a table from ``read_model_config``, through a file in an empty folder."""
     import transformers
 
     (folder / CONFIG_FILE).write_text(json.dumps(table), encoding="utf-8")
@@ -247,7 +232,6 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:
-    """Return the inputs that the sandbox has written."""
     if not answer["origin"]:
         raise InputError(describe(answer["detail"], MAX_MESSAGE), hint=describe(answer["hint"], MAX_MESSAGE))
     return MadeInputs(batches=read_inputs(file), origin=answer["origin"], detail=answer["detail"])
@@ -271,7 +255,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     transformers = _transformers()
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)
     with calling_user_code(f"{path}"):
-        architecture = _auto_class(table, transformers)
+        architecture = named_class(table) or _auto_class(table, transformers)
         local = {"local_files_only": True, "trust_remote_code": True}
         if options.stream:
             config = transformers.AutoConfig.from_pretrained(path, **local)
@@ -285,10 +269,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
-    """Return the Transformers class, or the auto class that loads the directory's own code."""
-    known_class = named_class(table)
-    if known_class is not None:
-        return known_class
+    """Return the auto class that loads the directory's own code."""
     auto_map = table.get("auto_map") or {}
     classes = table.get("architectures") or [""]
     loaders = [name for name in auto_map if name.startswith("AutoModel") and hasattr(transformers, name)]

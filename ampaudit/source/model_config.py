@@ -85,7 +85,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
             f"{describe_path(directory)} holds an adapter ({ADAPTER}), which names its own base model",
             hint="merge the adapter into the model with PEFT's merge_and_unload, or pass --trust",
         )
-    _check_architectures(directory, table)
+    names = table.get("architectures") or []
+    if not isinstance(names, list) or len(names) > _MAX_ARCHITECTURES:
+        raise _config_error(directory, "architectures is not a short list", "restore the file")
+    for name in names:
+        if not isinstance(name, str) or not _CLASS.fullmatch(name):
+            what = f"architecture {describe(name)!r} is not a class name"
+            raise _config_error(directory, what, "restore the file")
     cleaned: dict[str, Any] = _without_references(directory, table, "")
     return cleaned
 
@@ -142,17 +148,6 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     return table
 
 
-def _check_architectures(directory: Path, table: dict[str, Any]) -> None:
-    names = table.get("architectures") or []
-    if not isinstance(names, list) or len(names) > _MAX_ARCHITECTURES:
-        raise _config_error(directory, "architectures is not a short list", "restore the file")
-    for name in names:
-        if not isinstance(name, str) or not _CLASS.fullmatch(name):
-            raise _config_error(
-                directory, f"architecture {describe(name)!r} is not a class name", "restore the file"
-            )
-
-
 def _without_references(directory: Path, value: Any, place: str) -> Any:
     """Drop the keys that refer to code or other files, at any depth."""
     if isinstance(value, list):
@@ -167,8 +162,8 @@ def _without_references(directory: Path, value: Any, place: str) -> Any:
         if key.startswith("__") and key != "__float__":
             problem = "is not the name of a setting"
         if problem is not None:
-            hint = "edit the file, or read its code and pass --trust"
-            hint = UNREAD_HINT if key == "quantization_config" else hint
+            trust = "edit the file, or read its code and pass --trust"
+            hint = UNREAD_HINT if key == "quantization_config" else trust
             raise _config_error(directory, f"{describe(name)} {problem}", hint)
         if key not in _DROPPED:
             cleaned[key] = _without_references(directory, item, f"{name}.")

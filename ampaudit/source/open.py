@@ -58,10 +58,8 @@ _HUB = re.compile(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+|[A-Za-z][\w.-
 def open_source(location: str, options: SourceConfig) -> ModelSource:
     """Load the model at ``location``.
 
-    Args:
-        location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
-            config.json, a ``.pt2`` or ``.onnx`` file, or a converted directory.
-        options: Number of batches, seed, weights and inputs.
+    That is ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with config.json, a
+    ``.pt2`` or ``.onnx`` file, or a converted directory.
 
     Raises:
         SourceError, InputError, WeightsError: The model, its inputs or weights cannot be loaded.
@@ -183,8 +181,6 @@ def refuse_other_kinds(path: Path) -> None:
             f"{describe_path(path)} is a TorchScript program, whose ops have no Python code to audit",
             hint="scan the Python model that it was made from, or save that with torch.export.save as .pt2",
         )
-    if not path.is_dir():
-        return
     if (path / PIPELINE).is_file():
         raise _pipeline(path)
     if (path / CONFIG_FILE).is_file():
@@ -204,12 +200,11 @@ def _is_torchscript(path: Path) -> bool:
 def _pipeline(path: Path) -> SourceError:
     """Return the error for a Diffusers pipeline, which suggests how to scan its models."""
     table = read_table(path / PIPELINE, SourceError)
-    ways = []
-    for name, entry in table.items():
-        if "/" in name or not isinstance(entry, list) or not (path / name / CONFIG_FILE).is_file():
-            continue
-        is_transformers = entry[:1] == ["transformers"]
-        ways.append(_command(path / name) if is_transformers else _file(path / name, entry[-1:]))
+    ways = [
+        _command(path / name) if entry[:1] == ["transformers"] else _file(path / name, entry[-1:])
+        for name, entry in table.items()
+        if "/" not in name and isinstance(entry, list) and (path / name / CONFIG_FILE).is_file()
+    ]
     ways.sort(key=lambda way: not way.startswith("ampaudit"))
     kind = describe(table.get("_class_name") or "several models")
     return SourceError(
