@@ -93,7 +93,7 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
             largest = proof.peak * (1 + form.eps) + form.min_subnormal
             if stats.peak > largest or (proof.proved and stats.bad):
                 raise _broken(site, proof, stats)
-        if site.id in context.origin_sites:
+        if site.id in context.origins:
             break
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import fx
 
-from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.audit.checks.interface import Cause, Check, CheckContext, cause, finding_at
 from ampaudit.audit.checks.model_code import names_dtype
 from ampaudit.audit.checks.precision import (
-    CANCELLATION_CAUSE,
-    EPSILON_CAUSE,
-    LOG_SIGMOID_CAUSE,
-    LOG_SOFTMAX_CAUSE,
-    POSITIONS_CAUSE,
+    cancellation,
+    epsilon,
+    log_sigmoid,
+    log_softmax,
+    positions,
     rounded_number,
 )
 from ampaudit.core.formats import BFLOAT16
@@ -52,9 +52,9 @@ _WORDS = {
 _PAIRS = {"sub": "inf - inf", "add": "inf - inf", "mul": "0 * inf", "matmul": "0 * inf", "bmm": "0 * inf"}
 
 
-def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP108", "scale q before the product (q * d**-0.5) @ k^T, or use scaled_dot_product_attention")
+def attention(context: CheckContext, site: Site) -> str | None:
     """Explain a product of two activations that is followed by a softmax."""
-    del origin
     flow = context.flow
     if flow.base(site) not in _PRODUCTS or any(flow.is_weight(n) for n in flow.node(site).all_input_nodes):
         return None
@@ -67,42 +67,29 @@ def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     return f"these scores go unscaled into {softmax.id}"
 
 
-ATTENTION_CAUSE = Cause(
-    "AMP108",
-    attention_reason,
-    "scale q before the product (q * d**-0.5) @ k^T, or use scaled_dot_product_attention",
-)
-
-
-def buffers_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP117", "keep the buffer, and the op that writes it, in float32")
+def buffers(context: CheckContext, site: Site) -> str | None:
     """Explain a value that a buffer keeps for later calls and the checkpoint."""
-    del context, site
-    return None if origin.buffer is None else f"buffer {origin.buffer!r} keeps the value after the call"
+    buffer = context.origins[site.id].buffer
+    return None if buffer is None else f"buffer {buffer!r} keeps the value after the call"
 
 
-BUFFERS_CAUSE = Cause("AMP117", buffers_reason, "keep the buffer, and the op that writes it, in float32")
-
-
-def constant_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause(
+    "AMP301",
+    "for a mask or a limit, write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with; "
+    "compute with any other constant in float32",
+)
+def constant(context: CheckContext, site: Site) -> str | None:
     """Explain a call with an out-of-range Python number, or a value that depends on constants only."""
-    del origin
     large = [v for v in context.numbers(site) if context.number_format.max < abs(v) < math.inf]
     if large and context.flow.base(site) in _FILLS:
         return f"the constant {format_number(large[0])} is in the call"
     return "the value is made of constants" if site.id in context.flow.constants else None
 
 
-CONSTANT_CAUSE = Cause(
-    "AMP301",
-    constant_reason,
-    "for a mask or a limit, write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with; "
-    "compute with any other constant in float32",
-)
-
-
-def domain_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP115", "clamp the input to the domain, with a margin of the format's eps, or use float32 here")
+def domain(context: CheckContext, site: Site) -> str | None:
     """Explain an op that returns NaN outside its domain, or infinity at its boundary."""
-    del origin
     base, stats = context.flow.base(site), context.observed(site.id)
     if base not in _DOMAINS:
         return None
@@ -113,16 +100,12 @@ def domain_reason(context: CheckContext, site: Site, origin: Origin) -> str | No
     return None
 
 
-DOMAIN_CAUSE = Cause(
-    "AMP115",
-    domain_reason,
-    "clamp the input to the domain, with a margin of the format's eps, or use float32 here",
+@cause(
+    "AMP107",
+    "use F.softplus, torch.logsumexp or F.softmax, which stay in range; or subtract the maximum first",
 )
-
-
-def exponential_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+def exponential(context: CheckContext, site: Site) -> str | None:
     """Explain an exponential, or a sum of exponentials."""
-    del origin
     limit = math.log(context.number_format.max)
     base = context.flow.base(site)
     if _is_exponential(context, site):
@@ -139,16 +122,9 @@ def _is_exponential(context: CheckContext, site: Site) -> bool:
     return context.flow.base(site) in having("exponential") and not isinstance(exponent, int | float)
 
 
-EXPONENTIAL_CAUSE = Cause(
-    "AMP107",
-    exponential_reason,
-    "use F.softplus, torch.logsumexp or F.softmax, which stay in range; or subtract the maximum first",
-)
-
-
-def flushed_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP201", "scale the value up before it is rounded, add an eps that the format holds, or use float32")
+def flushed(context: CheckContext, site: Site) -> str | None:
     """Explain an op that is infinite at zero."""
-    del origin
     if context.flow.base(site) not in having("infinite_at_zero"):
         return None
     form = context.number_format
@@ -156,37 +132,25 @@ def flushed_reason(context: CheckContext, site: Site, origin: Origin) -> str | N
     return f"an input that is not zero in FP32 is flushed to 0: {form.name} holds nothing below {least}"
 
 
-FLUSHED_CAUSE = Cause(
-    "AMP201",
-    flushed_reason,
-    "scale the value up before it is rounded, add an eps that the format holds, or use float32",
-)
-
-
-def masked_row_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP113", "fill with torch.finfo(scores.dtype).min, or leave one element of every row unmasked")
+def masked_row(context: CheckContext, site: Site) -> str | None:
     """Explain a softmax that is NaN because -inf masks a whole row."""
-    if context.flow.base(site) in _MASKED_ROW_SOFTMAX and context.observed(site.id).nan:
-        return "a row of this softmax holds nothing but -inf"
     stats = context.observed(site.id)
-    masks = site.id in context.parameter_free or site.id in context.record.by_design
-    if not masks or not stats.neg_inf or stats.pos_inf:
+    if context.flow.base(site) in _MASKED_ROW_SOFTMAX and stats.nan:
+        return "a row of this softmax holds nothing but -inf"
+    if site.id not in context.by_design or not stats.neg_inf or stats.pos_inf:
         return None
-    after = next(
-        (p for p in origin.poisons if context.flow.base(context.site[p]) in _MASKED_ROW_SOFTMAX), None
-    )
-    return f"-inf masks a whole row, which is NaN at {after}" if after else None
+    for poisoned in context.origins[site.id].poisons:
+        if context.flow.base(context.site[poisoned]) in _MASKED_ROW_SOFTMAX:
+            return f"-inf masks a whole row, which is NaN at {poisoned}"
+    return None
 
 
-MASKED_ROW_CAUSE = Cause(
-    "AMP113",
-    masked_row_reason,
-    "fill with torch.finfo(scores.dtype).min, or leave one element of every row unmasked",
+@cause(
+    "AMP105", "compute it in float32 (x.sum(dtype=torch.float32)), take the mean, or scale the terms first"
 )
-
-
-def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+def reduction(context: CheckContext, site: Site) -> str | None:
     """Explain a reduction; products of two activations count if the reduced axis is long."""
-    del origin
     flow, depth = context.flow, site.facts.depth if site.facts is not None else None
     terms = f" of {depth} terms" if depth else ""
     if flow.base(site) in having("factors"):
@@ -199,16 +163,9 @@ def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     return None
 
 
-REDUCTION_CAUSE = Cause(
-    "AMP105",
-    reduction_reason,
-    "compute it in float32 (x.sum(dtype=torch.float32)), take the mean, or scale the terms first",
-)
-
-
-def residual_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP109", "keep the residual stream in float32 (the adds alone cost little), or use bfloat16")
+def residual(context: CheckContext, site: Site) -> str | None:
     """Explain an add to a value that is itself the result of such an add."""
-    del origin
     flow = context.flow
     nodes = flow.node(site).all_input_nodes
     if flow.base(site) != "add" or len(nodes) != 2 or any(flow.is_weight(node) for node in nodes):
@@ -220,16 +177,9 @@ def residual_reason(context: CheckContext, site: Site, origin: Origin) -> str | 
     return f"the stream comes with {peak} from {stream.id} and grows here"
 
 
-RESIDUAL_CAUSE = Cause(
-    "AMP109",
-    residual_reason,
-    "keep the residual stream in float32 (the adds alone cost little), or use bfloat16",
-)
-
-
-def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP106", "square in float32 (x.float().square()), or divide x by its peak before squaring")
+def squares(context: CheckContext, site: Site) -> str | None:
     """Explain an op that raises its input to a power, or adds up powers."""
-    del origin
     power = _power(context, site)
     if power is not None:
         limit = f"{context.number_format.max ** (1 / power):.4g}"
@@ -267,11 +217,8 @@ def _as_power(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | N
     if site is None or depth == 0:
         return root, 1.0
     arguments = flow.arguments(site)
-    if flow.base(site) == "square":
-        base, power = _as_power(context, arguments["self"], depth - 1)
-        return base, 2 * power
-    exponent = arguments.get("exponent")
-    if flow.base(site) == "pow" and isinstance(exponent, int | float) and exponent >= 1:
+    exponent = {"square": 2, "pow": arguments.get("exponent")}.get(flow.base(site))
+    if isinstance(exponent, int | float) and exponent >= 1:
         base, power = _as_power(context, arguments["self"], depth - 1)
         return base, exponent * power
     if flow.base(site) == "mul":
@@ -286,63 +233,40 @@ def _operands(arguments: dict[str, Any]) -> list[Any]:
     return list(tensors) if isinstance(tensors, list | tuple) else list(arguments.values())[:2]
 
 
-SQUARES_CAUSE = Cause(
-    "AMP106",
-    squares_reason,
-    "square in float32 (x.float().square()), or divide x by its peak before squaring",
-)
-
-
-def undefined_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+@cause("AMP114", "look for a sentinel or mask among the inputs; use a finite one")
+def undefined(context: CheckContext, site: Site) -> str | None:
     """Explain an op that returns NaN although it is defined for every pair of finite numbers."""
-    del origin
     base = context.flow.base(site)
     return f"{_PAIRS[base]} in 16 bits" if base in _PAIRS and context.observed(site.id).nan else None
-
-
-UNDEFINED_CAUSE = Cause(
-    "AMP114", undefined_reason, "look for a sentinel or mask among the inputs; use a finite one"
-)
 
 
 def find_origins(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per origin that no weight explains."""
     for origin in context.record.origins:
         site = context.site[origin.site]
-        if not context.from_weight(site):
-            yield _finding(context, origin, site)
-
-
-def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
-    overflow = context.is_overflow(origin)
-    causes = OVERFLOW_CAUSES if overflow else DOMAIN_CAUSES
-    reasons = ((cause, cause.applies(context, site, origin)) for cause in causes)
-    cause, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
-    code = cause.code if cause else ("AMP101" if overflow else "AMP103")
-    text = _overflow_text(context, site) if overflow else _domain_text(context, site)
-    advice = cause.advice if cause else _advice(context, site)
-    number = rounded_number(context, site)
-    if number is not None and number.decides:
-        advice = f"compute what {number.site.id} compares in float32, where the number is not rounded"
-    finding = finding_at(
-        context,
-        site,
-        code,
-        "; ".join(filter(None, (number and number.text, reason, text))),
-        advice,
-        severity=Severity.ERROR if context.harms(origin) else Severity.NOTE,
-    )
-    fate = _fate_text(context, origin)
-    return replace(
-        finding,
-        evidence=replace(finding.evidence, step=context.step_of(origin.batch)),
-        origin=True,
-        batch=context.record.names.get(origin.batch),
-        poisons=origin.poisons,
-        fate=origin.fate,
-        hidden_at=origin.hidden_at,
-        cause=f"{finding.cause}; {fate}" if fate else finding.cause,
-    )
+        if context.from_weight(site):
+            continue
+        overflow = context.is_overflow(origin)
+        reasons = ((c, c.applies(context, site)) for c in (OVERFLOW_CAUSES if overflow else DOMAIN_CAUSES))
+        match, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
+        code = match.code if match else ("AMP101" if overflow else "AMP103")
+        advice = match.advice if match else _advice(context, site)
+        number = rounded_number(context, site)
+        if number is not None and number.site.dtype is None:  # it compares, since its result is no float
+            advice = f"compute what {number.site.id} compares in float32, where the number is not rounded"
+        text = _overflow_text(context, site) if overflow else _domain_text(context, site)
+        parts = (number and number.text, reason, text, _fate_text(context, origin))
+        severity = Severity.ERROR if context.harms(origin) else Severity.NOTE
+        finding = finding_at(context, site, code, "; ".join(filter(None, parts)), advice, severity=severity)
+        yield replace(
+            finding,
+            evidence=replace(finding.evidence, step=context.step_of(origin.batch)),
+            origin=True,
+            batch=context.record.names.get(origin.batch),
+            poisons=origin.poisons,
+            fate=origin.fate,
+            hidden_at=origin.hidden_at,
+        )
 
 
 def _fate_text(context: CheckContext, origin: Origin) -> str:
@@ -393,26 +317,26 @@ def _advice(context: CheckContext, site: Site) -> str:
 
 
 OVERFLOW_CAUSES: tuple[Cause, ...] = (
-    BUFFERS_CAUSE,
-    MASKED_ROW_CAUSE,
-    POSITIONS_CAUSE,
-    CONSTANT_CAUSE,
-    ATTENTION_CAUSE,
-    SQUARES_CAUSE,
-    EPSILON_CAUSE,
-    EXPONENTIAL_CAUSE,
-    REDUCTION_CAUSE,
-    RESIDUAL_CAUSE,
+    buffers,
+    masked_row,
+    positions,
+    constant,
+    attention,
+    squares,
+    epsilon,
+    exponential,
+    reduction,
+    residual,
 )
 DOMAIN_CAUSES: tuple[Cause, ...] = (
-    BUFFERS_CAUSE,
-    MASKED_ROW_CAUSE,
-    LOG_SIGMOID_CAUSE,
-    LOG_SOFTMAX_CAUSE,
-    EPSILON_CAUSE,
-    CANCELLATION_CAUSE,
-    DOMAIN_CAUSE,
-    FLUSHED_CAUSE,
-    UNDEFINED_CAUSE,
+    buffers,
+    masked_row,
+    log_sigmoid,
+    log_softmax,
+    epsilon,
+    cancellation,
+    domain,
+    flushed,
+    undefined,
 )
 CHECKS = (Check("AMP101", find_origins),)

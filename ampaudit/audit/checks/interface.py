@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from ampaudit.audit.config import ScanConfig
@@ -32,6 +32,7 @@ __all__ = [
     "Cause",
     "Check",
     "CheckContext",
+    "cause",
     "context_of",
     "evidence_of",
     "finding_about",
@@ -89,11 +90,14 @@ class CheckContext:
     @cached_property
     def steps(self) -> StepsReport | None:
         """The report of the steps; ``None`` for an audit of single calls."""
-        low = {
-            site.id for site in self.sites if self.low_precision(site) and site.role is not Role.WEIGHT_CAST
-        }
-        low -= self.record.by_design | self.parameter_free
-        return steps_report(self.record, self.min_sqnr, self.number_format.max, low)
+        if not self.record.steps:
+            return None
+        by_step: defaultdict[int, list[StepObservation]] = defaultdict(list)
+        for row in self.record.steps:
+            by_step[row.step].append(row)
+        growth = (*_error_growth(self, by_step), *_value_growth(self, len(by_step)))
+        rows = tuple(_step_report(step, observations) for step, observations in by_step.items())
+        return StepsReport(self.record.traces, rows, growth, self.record.fed_back)
 
     @cached_property
     def parameters(self) -> ParameterUse:
@@ -163,9 +167,14 @@ class CheckContext:
         return self.bounds.proved if self.bounds is not None else frozenset()
 
     @cached_property
-    def origin_sites(self) -> frozenset[SiteId]:
-        """Sites that cause inf or NaN."""
-        return frozenset(origin.site for origin in self.record.origins)
+    def origins(self) -> dict[SiteId, Origin]:
+        """What causes inf or NaN, by its site."""
+        return {origin.site: origin for origin in self.record.origins}
+
+    @cached_property
+    def by_design(self) -> frozenset[str]:
+        """Sites whose values may be large: masks, and what depends on no parameter."""
+        return self.parameter_free | self.record.by_design
 
     @cached_property
     def harmed(self) -> bool:
@@ -189,7 +198,7 @@ class CheckContext:
     @cached_property
     def broken_sites(self) -> frozenset[SiteId]:
         """Origins and the sites that they poison."""
-        return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
+        return frozenset(self.origins).union(*(origin.poisons for origin in self.record.origins))
 
     def _producer(self, node: object) -> SiteId | None:
         while (site := self.flow.site(node)) is None or site.role in _HANDS_ON:  # type: ignore[arg-type]
@@ -198,6 +207,20 @@ class CheckContext:
                 break
             node = sources[0]
         return site.id if site is not None else None
+
+    def output_site(self, output: str) -> Site | None:
+        """Return the site that makes an output."""
+        sites = (site for name, site, _ in self.outputs if name == output and site is not None)
+        return self.site.get(next(sites, SiteId("")))
+
+    def upstream(self, site: Site, steps: int) -> Iterator[Site]:
+        """Yield the ops whose values lead to a site in a number of steps, each once, the nearest first."""
+        frontier, visited = [site], {site.id}
+        for _ in range(steps):
+            makers = {m.id: m for step in frontier for m in self.flow.makers(step) if m.id not in visited}
+            visited |= makers.keys()
+            frontier = list(makers.values())
+            yield from frontier
 
     def observed(self, site: SiteId) -> Observation:
         """Return the observation of a site; an empty one if it was not measured."""
@@ -241,14 +264,19 @@ class Cause:
 
     Attributes:
         code: Code of its page.
+        advice: The code to write instead.
         applies: Function that returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if
             it is not.
-        advice: The code to write instead.
     """
 
     code: str
-    applies: Callable[[CheckContext, Site, Origin], str | None]
     advice: str
+    applies: Callable[[CheckContext, Site], str | None]
+
+
+def cause(code: str, advice: str) -> Callable[[Callable[[CheckContext, Site], str | None]], Cause]:
+    """Return a decorator that makes a cause of the function that says why it applies."""
+    return partial(Cause, code, advice)
 
 
 def finding_at(
@@ -431,27 +459,6 @@ def _weights_read(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
     return weights
 
 
-def steps_report(
-    record: RunRecord, min_sqnr: float, limit: float, low_precision: Collection[SiteId]
-) -> StepsReport | None:
-    """Return the report on steps; ``None`` for an audit without ``--steps``.
-
-    Args:
-        record: Record of the run.
-        min_sqnr: Required accuracy of outputs in dB.
-        limit: Largest number of the 16-bit format.
-        low_precision: Sites with values in this format.
-    """
-    if not record.steps:
-        return None
-    by_step: defaultdict[int, list[StepObservation]] = defaultdict(list)
-    for row in record.steps:
-        by_step[row.step].append(row)
-    growth = (*_error_growth(by_step, min_sqnr), *_value_growth(record, len(by_step), limit, low_precision))
-    rows = tuple(_step_report(step, observations) for step, observations in by_step.items())
-    return StepsReport(record.traces, rows, growth, record.fed_back)
-
-
 def _step_report(step: int, rows: Sequence[StepObservation]) -> StepReport:
     accuracies = [
         (decibels, name)
@@ -475,7 +482,7 @@ def _step_report(step: int, rows: Sequence[StepObservation]) -> StepReport:
     )
 
 
-def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[StepGrowth]:
+def _error_growth(context: CheckContext, by_step: dict[int, list[StepObservation]]) -> Iterator[StepGrowth]:
     """Yield the growth of the error of one output: the one whose error is largest at its last fitted step."""
     candidates: list[tuple[float, StepGrowth]] = []
     for name in dict.fromkeys(name for rows in by_step.values() for row in rows for name in row.errors):
@@ -489,7 +496,7 @@ def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) ->
         fitted = doubling_time(points)
         if fitted is not None:
             every, last = fitted
-            reaches = points[-1][0] + (-min_sqnr / 20 * math.log2(10) - last) * every
+            reaches = points[-1][0] + (-context.min_sqnr / 20 * math.log2(10) - last) * every
             soon = math.ceil(max(reaches, 1)) if reaches <= 2 * len(by_step) else None
             candidates.append((last, StepGrowth("error", name, round(every, 2), soon)))
     if candidates:
@@ -500,13 +507,12 @@ def _relative(error: float, signal: float) -> float:
     return math.sqrt(error / signal) if signal > 0.0 and math.isfinite(error) else 0.0
 
 
-def _value_growth(
-    record: RunRecord, count: int, limit: float, low_precision: Collection[SiteId]
-) -> Iterator[StepGrowth]:
-    """Yield the growth of the values that leave the range first, or else grow fastest."""
+def _value_growth(context: CheckContext, count: int) -> Iterator[StepGrowth]:
+    """Yield the growth of the 16-bit values that leave the range first, or else grow fastest."""
+    low = {s.id for s in context.sites if context.low_precision(s) and s.role is not Role.WEIGHT_CAST}
     candidates: list[StepGrowth] = []
-    for site, stats in record.observations.items():
-        if site not in low_precision:
+    for site, stats in context.record.observations.items():
+        if site not in low or site in context.by_design:
             continue
         peaks: defaultdict[int, float] = defaultdict(float)
         for call, peak in sorted(stats.batch_peaks.items()):
@@ -516,7 +522,7 @@ def _value_growth(
         fitted = doubling_time(points)
         if fitted is not None:
             every, last = fitted
-            reaches = math.ceil(points[-1][0] + (math.log2(limit) - last) * every)
+            reaches = math.ceil(points[-1][0] + (math.log2(context.number_format.max) - last) * every)
             soon = reaches if 0 < reaches <= 2 * count else None
             candidates.append(StepGrowth("values", site, round(every, 2), soon))
     if candidates:
