@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 
 import torch
@@ -71,18 +72,13 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     return tuple(gaps.values())
 
 
-def findings_on_gaps(context: CheckContext, code: str, advice: str) -> Iterator[Finding]:
+def findings_on_gaps(code: str, advice: str, context: CheckContext) -> Iterator[Finding]:
     """Yield a finding for each gap that has this code."""
     for gap in gaps_of(context):
         if gap.kind.code == code:
             several = gap.sites > 1 and gap.kind is not GapKind.UNCHECKED_TWIN
             more = f", at {gap.sites} sites" if several else ""
             yield finding_at(context, context.site[gap.site], code, f"{gap.in_words}{more}", advice)
-
-
-def find_uncovered(context: CheckContext) -> Iterator[Finding]:
-    """Yield one note per op that could not be observed, at its first site."""
-    return findings_on_gaps(context, "AMP901", "judge this op by hand; the sites after it are audited")
 
 
 def find_unmentioned(context: CheckContext) -> Iterator[Finding]:
@@ -139,22 +135,15 @@ def find_not_taken(context: CheckContext) -> Iterator[Finding]:
 def find_opaque(context: CheckContext) -> Iterator[Finding]:
     """Yield one note per op without a twin, at its first site."""
     advice = "say what it computes with ampaudit.twin(), and its inside is audited"
-    for finding in findings_on_gaps(context, "AMP904", advice):
+    for finding in findings_on_gaps("AMP904", advice, context):
         of_onnx = str(finding.op).startswith("onnxruntime")
         yield replace(finding, advice=_OPAQUE_OF_ONNX) if of_onnx else finding
-
-
-def find_unchecked(context: CheckContext) -> Iterator[Finding]:
-    """Yield one note per op whose twin could not be compared with its kernel."""
-    advice = "scan on a device that has the kernel, or compare the two in a test of your own"
-    return findings_on_gaps(context, "AMP905", advice)
 
 
 def find_no_kernel(context: CheckContext) -> Iterator[Finding]:
     """Find ops with 16-bit input that have no 16-bit kernel."""
     for site in context.graph_sites:
-        problem = _missing_kernel(context, site)
-        if problem is not None:
+        if (problem := _missing_kernel(context, site)) is not None:
             cause, severity = problem
             advice = _NO_KERNEL_OF_ONNX if severity is Severity.NOTE else _NO_KERNEL_ADVICE
             yield finding_at(context, site, "AMP306", cause, advice, severity=severity, confidence="rule")
@@ -179,7 +168,8 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
     lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
     if not lacks_kernel and base not in having("no_16_bit_kernel"):
         return None
-    if any(_is_low_precision(context, source) for source in node.all_input_nodes):
+    dtypes = {str(getattr(source.meta.get("val"), "dtype", "")) for source in node.all_input_nodes}
+    if f"torch.{form}" in dtypes:
         return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
     return None
 
@@ -202,16 +192,13 @@ def _missing_fft_kernel(node: fx.Node, op: OpOverload, site: Site, form: str) ->
     return f"{base} has no float16 kernel on a CPU; CUDA has one for powers of two", Severity.WARNING
 
 
-def _is_low_precision(context: CheckContext, node: object) -> bool:
-    value = getattr(node, "meta", {}).get("val")
-    return str(getattr(value, "dtype", "")) == f"torch.{context.number_format.name}"
-
-
+_UNCOVERED_ADVICE = "judge this op by hand; the sites after it are audited"
+_UNCHECKED_ADVICE = "scan on a device that has the kernel, or compare the two in a test of your own"
 CHECKS = (
-    Check("AMP901", find_uncovered),
+    Check("AMP901", partial(findings_on_gaps, "AMP901", _UNCOVERED_ADVICE)),
     Check("AMP902", find_unmentioned),
     Check("AMP903", find_not_taken),
     Check("AMP904", find_opaque),
-    Check("AMP905", find_unchecked),
+    Check("AMP905", partial(findings_on_gaps, "AMP905", _UNCHECKED_ADVICE)),
     Check("AMP306", find_no_kernel),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,13 +31,8 @@ def find_headroom(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.sites:
         stats = context.observed(site.id)
-        exempt = site.id in context.broken_sites or site.id in context.record.by_design
-        if (
-            exempt
-            or site.id in context.parameter_free
-            or not stats.elements
-            or not context.low_precision(site)
-        ):
+        exempt = site.id in context.broken_sites or site.id in context.by_design
+        if exempt or not stats.elements or not context.low_precision(site):
             continue
         bits = form.headroom_bits(stats.finite_peak)
         if bits < context.min_headroom and stats.bad == 0:
@@ -59,8 +53,7 @@ def find_what_if(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.sites:
         stats = context.observed(site.id)
-        by_design = site.id in context.parameter_free or site.id in context.record.by_design
-        if not stats.elements or stats.ref_peak < form.overflow_at or by_design:
+        if not stats.elements or stats.ref_peak < form.overflow_at or site.id in context.by_design:
             continue
         peak = format_number(stats.ref_peak)
         cause = f"FP32 values reach {peak}; {form.name} ends at {format_number(form.max)}"
@@ -137,14 +130,12 @@ def limited_peak(context: CheckContext, site: Site) -> float | None:
     """Return the FP32 peak before a limit at float16's range; ``None`` if the op is no such limit."""
     if context.flow.base(site) not in _CLAMPS:
         return None
-    limit = context.observed(site.id).ref_peak
-    makers = (context.observed(maker.id).ref_peak for maker in context.flow.makers(site)[:1])
-    peak = next(makers, 0.0)
-    at_the_end = _NEAR * FLOAT16.max <= limit < FLOAT16.overflow_at
-    node = context.flow.node(site)
+    node, makers, near = context.flow.node(site), context.flow.makers(site), _NEAR * FLOAT16.max
     bounds = [b for b in (*node.args[1:], *node.kwargs.values()) if isinstance(b, int | float)]
-    if bounds and all(abs(bound) < _NEAR * FLOAT16.max for bound in bounds):
+    if bounds and all(abs(bound) < near for bound in bounds):
         return None  # it cuts something else, such as what is negative
+    peak = context.observed(makers[0].id).ref_peak if makers else 0.0
+    at_the_end = near <= context.observed(site.id).ref_peak < FLOAT16.overflow_at
     return peak if at_the_end and peak >= FLOAT16.overflow_at else None
 
 
@@ -155,12 +146,11 @@ def find_inside_norm(context: CheckContext) -> Iterator[Finding]:
         inside = context.observed(site.id).inside_peak
         if inside < form.overflow_at or site.id in context.broken_sites:
             continue
+        what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
         if context.fused:
             what = (
                 "a kernel with float32 inside is assumed here; taken apart, as in many exports, it overflows"
             )
-        else:
-            what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
         yield finding_at(
             context,
             site,
@@ -193,30 +183,23 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
             continue
         explained = [(o, s) for o, s in origins if context.from_weight(s) == weight.name]
         poisons = dict.fromkeys(p for o, s in explained for p in (s.id, *o.poisons))
-        harmless = not weight.parameter and not explained and _users_are_accurate(context, weight.name)
+        users = (site for site, names in context.weights_read.items() if weight.name in names)
+        accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
+        accurate = all(db >= context.min_sqnr for db in accuracies)
+        harmless = not weight.parameter and not explained and accurate
         first: Site | None = explained[0][1] if explained else None
-        variance = weight.name.endswith("running_var")
-        text = (
-            f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at {format_number(form.max)}"
-        )
-        count = f"; {weight.overflow} of {weight.elements} elements become inf"
         yield weight_finding(
             context,
             weight,
-            "AMP403" if variance else "AMP401",
-            text + count + ("; every value that depends on it came out finite" if harmless else ""),
+            "AMP403" if weight.name.endswith("running_var") else "AMP401",
+            f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at "
+            f"{format_number(form.max)}; {weight.overflow} of {weight.elements} elements become inf"
+            + ("; every value that depends on it came out finite" if harmless else ""),
             f"keep {weight.name} in float32, or rescale it",
             severity=Severity.NOTE if harmless else Severity.ERROR,
             first=first,
             poisons=tuple(p for p in poisons if first is None or p != first.id),
         )
-
-
-def _users_are_accurate(context: CheckContext, name: str) -> bool:
-    """Return whether every op that uses a weight is accurate nevertheless."""
-    users = [site for site, names in context.weights_read.items() if name in names]
-    accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
-    return min(accuracies, default=math.inf) >= context.min_sqnr
 
 
 def weight_finding(
@@ -257,27 +240,21 @@ def weight_finding(
 
 def find_small_weights(context: CheckContext) -> Iterator[Finding]:
     """Find weights that lose a relevant share of their values; counts are exact."""
+    form = context.number_format
     for weight in context.weights:
         if weight.name in context.broken_weights or not weight.nonzero:
             continue
-        variance = weight.name.endswith("running_var")
         vanish, small = weight.vanish / weight.nonzero, weight.subnormal / weight.nonzero
-        if variance and weight.vanish + weight.subnormal:
+        losses = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
+        text = f"of {weight.nonzero} non-zero values of {weight.name}, {losses} in {form.name} "
+        text += f"(below {format_number(form.min_normal)})"
+        if weight.name.endswith("running_var") and weight.vanish + weight.subnormal:
             advice = "keep BatchNorm statistics in float32, or fold them into the convolution"
-            yield weight_finding(
-                context, weight, "AMP403", _text(context, weight), advice, severity=Severity.WARNING
-            )
+            yield weight_finding(context, weight, "AMP403", text, advice, severity=Severity.WARNING)
         elif vanish > VANISH_SHARE or small > SUBNORMAL_SHARE:
             severity = None if vanish > VANISH_SHARE else Severity.NOTE
             advice = f"keep {weight.name} in float32, or rescale it by a power of two"
-            yield weight_finding(context, weight, "AMP402", _text(context, weight), advice, severity=severity)
-
-
-def _text(context: CheckContext, weight: WeightRange) -> str:
-    form = context.number_format
-    losses = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
-    limit = format_number(form.min_normal)
-    return f"of {weight.nonzero} non-zero values of {weight.name}, {losses} in {form.name} (below {limit})"
+            yield weight_finding(context, weight, "AMP402", text, advice, severity=severity)
 
 
 def find_tied_weights(context: CheckContext) -> Iterator[Finding]:

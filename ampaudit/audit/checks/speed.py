@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import fx
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.core.ops import having
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
-from ampaudit.trace.flow import Flow
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
 
 __all__ = ["CHECKS"]
@@ -27,26 +25,20 @@ _ALIGNED = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 def find_alignment(context: CheckContext) -> Iterator[Finding]:
     """Find 16-bit products with a weight whose inner or outer size is no multiple of eight."""
     for site in context.low_precision_sites:
-        sizes = _sizes(context, site)
-        odd = [f"{name} = {size}" for name, size in sizes.items() if size % MULTIPLE and size > SMALL]
+        if context.flow.base(site) not in _ALIGNED:
+            continue
+        arguments = context.flow.arguments(site)
+        weight = arguments.get("weight", arguments.get("mat2"))
+        value = getattr(weight, "meta", {}).get("val")
+        if value is None or value.ndim < 2 or arguments.get("groups", 1) != 1:
+            continue
+        sizes = zip(("out", "in"), map(int, value.shape[:2]), strict=True)
+        odd = [f"{name} = {size}" for name, size in sizes if size % MULTIPLE and size > SMALL]
         if odd:
-            cause = (
-                f"{', '.join(odd)}: not a multiple of {MULTIPLE}, so tensor cores run padded or not at all"
-            )
-            yield finding_at(
-                context, site, "AMP501", cause, f"pad to a multiple of {MULTIPLE}", confidence="rule"
-            )
-
-
-def _sizes(context: CheckContext, site: Site) -> dict[str, int]:
-    if context.flow.base(site) not in _ALIGNED:
-        return {}
-    arguments = context.flow.arguments(site)
-    weight = arguments.get("weight", arguments.get("mat2"))
-    value = getattr(weight, "meta", {}).get("val")
-    if value is None or value.ndim < 2 or arguments.get("groups", 1) != 1:
-        return {}
-    return {"out": int(value.shape[0]), "in": int(value.shape[1])}
+            what = f"{', '.join(odd)}: not a multiple of {MULTIPLE}"
+            cause = f"{what}, so tensor cores run padded or not at all"
+            advice = f"pad to a multiple of {MULTIPLE}"
+            yield finding_at(context, site, "AMP501", cause, advice, confidence="rule")
 
 
 def find_ping_pong(context: CheckContext) -> Iterator[Finding]:
@@ -54,8 +46,9 @@ def find_ping_pong(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if not site.role.converts or site.role is Role.WEIGHT_CAST:
             continue
-        before = _behind_views(context.flow.node(site).all_input_nodes[0], context.flow)
-        first = context.flow.site(before)
+        before = context.flow.node(site).all_input_nodes[0]
+        while (first := context.flow.site(before)) is not None and first.role is Role.VIEW:
+            before = before.all_input_nodes[0]
         if first is None or not first.role.converts or first.role is Role.WEIGHT_CAST:
             continue
         source = context.flow.node(first).all_input_nodes[0].meta.get("val")
@@ -66,12 +59,6 @@ def find_ping_pong(context: CheckContext) -> Iterator[Finding]:
             loss = " and its precision is gone" if context.low_precision(first) else ""
             advice = "give both users the same precision, so that one cast is left"
             yield finding_at(context, site, "AMP502", f"{cause}{loss}", advice, confidence="rule")
-
-
-def _behind_views(node: fx.Node, flow: Flow) -> fx.Node:
-    while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def find_costly_island(context: CheckContext) -> Iterator[Finding]:
@@ -92,7 +79,8 @@ def find_costly_island(context: CheckContext) -> Iterator[Finding]:
 def _casts(context: CheckContext, site: Site) -> list[int] | None:
     """Count the elements cast around an op, if all of its inputs and results are cast."""
     node = context.flow.node(site)
-    around = [context.flow.site(n) for n in (*_tensors(node), *node.users)]
+    floats = (n for n in node.all_input_nodes if getattr(n.meta.get("val"), "is_floating_point", bool)())
+    around = [context.flow.site(n) for n in (*floats, *node.users)]
     ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
     down = [s for s in ours if s.dtype in LOW_PRECISION_DTYPES]
     if not around or len(ours) != len(around) or not down or len(down) == len(ours):
@@ -100,10 +88,6 @@ def _casts(context: CheckContext, site: Site) -> list[int] | None:
     if any(UNKNOWN_SIZE in s.shape for s in ours):
         return None
     return [math.prod(s.shape) for s in ours]
-
-
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if getattr(n.meta.get("val"), "is_floating_point", bool)()]
 
 
 def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
@@ -124,7 +108,7 @@ def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
                 f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
             )
             advice = "cast the float32 operand down here, if 16 bits are intended"
-            yield finding_at(context, context.site[sites[0].id], "AMP504", cause, advice, confidence="rule")
+            yield finding_at(context, sites[0], "AMP504", cause, advice, confidence="rule")
 
 
 def _promotes(context: CheckContext, site: Site) -> bool:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ampaudit.audit.checks.interface import finding_about
+from ampaudit.audit.checks.interface import finding_about, source_of
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import comments_of
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
-from ampaudit.report.finding import Finding, Source
+from ampaudit.report.finding import Finding
 from ampaudit.report.pages import codes_beginning
 from ampaudit.report.pages.page import LINTED
 from ampaudit.trace import Site
@@ -48,13 +48,9 @@ class Suppression:
             return fnmatchcase(finding.layer, self.layer)
         if self.line is None:
             return True
-        at = finding.source
-        lines = (
-            []
-            if at is None
-            else [(at.file, at.line), *([(at.caller.file, at.caller.line)] if at.caller else [])]
-        )
-        return (self.line.file, self.line.line) in lines
+        lines = (finding.source, finding.source and finding.source.caller)
+        place = (self.line.file, self.line.line)
+        return any(line is not None and (line.file, line.line) == place for line in lines)
 
 
 def option(text: str) -> Suppression:
@@ -90,14 +86,9 @@ def _comments_of(path: Path) -> list[Suppression]:
     except (SourceError, Unreadable, SyntaxError, ValueError):
         return []  # not readable as a file: code from a string, an archive, a notebook
     return [
-        Suppression(
-            comment.codes,
-            None,
-            SourceLine(str(path), comment.line, comment.code),
-            f"comment: {comment.reason}",
-        )
-        for comment in comments
-        if not comment.codes or not all(code.startswith(LINTED) for code in comment.codes)
+        Suppression(each.codes, None, SourceLine(str(path), each.line, each.code), f"comment: {each.reason}")
+        for each in comments
+        if not each.codes or not all(code.startswith(LINTED) for code in each.codes)
     ]
 
 
@@ -131,6 +122,4 @@ def _unused(item: Suppression) -> Finding:
     layer = item.layer or ""
     cause = f"this suppression of {what} hides nothing ({item.text})"
     finding = finding_about(UNUSED, SiteId(f"{layer or '(top)'}/suppression"), layer, cause, "remove it")
-    if item.line is None:
-        return finding
-    return replace(finding, source=Source(item.line.file, item.line.line, item.line.code))
+    return replace(finding, source=source_of(item.line))
