@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.audit.checks.interface import Check, CheckContext, evidence_of, finding_about, finding_source
+from ampaudit.audit.checks.interface import (
+    Check,
+    CheckContext,
+    evidence_of,
+    finding_about,
+    finding_source,
+    source_of,
+)
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.report.finding import Evidence, Finding, Severity
@@ -134,9 +141,8 @@ def _overflow(context: CheckContext, record: GradientRecord, origin: GradientOri
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
     finding = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
-    if origin.source is not None:
-        finding = replace(finding, source=finding_source(replace(site, source=origin.source, caller=None)))
-    return replace(finding, origin=True, batch=context.record.names.get(origin.batch))
+    source = source_of(origin.source) or finding.source
+    return replace(finding, origin=True, source=source, batch=context.record.names.get(origin.batch))
 
 
 def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
@@ -159,22 +165,15 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
         others = tuple(other for other in behind[start] if other != start)
         name = name_of(context, start, False)
         yield _vanishing(context, record, context.site[start], record.sites[start], name, others)
-    yield from _parameters(context, record, set(starts))
-
-
-def _parameters(context: CheckContext, record: GradientRecord, starts: set[SiteId]) -> Iterator[Finding]:
-    """Yield findings on parameters stored in 16 bits at which the gradient begins to vanish."""
-    for name, stats in record.parameters.items():
-        site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
-        if vanishes(stats) and site is not None and site.id not in starts:
-            yield _vanishing(context, record, site, stats, name, ())
+    for name, stats in record.parameters.items():  # those stored in 16 bits
+        user = next((site for site in context.graph_sites if _uses(context, site, name)), None)
+        if vanishes(stats) and user is not None and user.id not in starts:
+            yield _vanishing(context, record, user, stats, name, ())
 
 
 def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
-    return any(
-        place is not None and place.name == parameter
-        for place in map(context.flow.given, context.flow.node(site).all_input_nodes)
-    )
+    places = map(context.flow.given, context.flow.node(site).all_input_nodes)
+    return any(place is not None and place.name == parameter for place in places)
 
 
 def _vanishing(
@@ -186,8 +185,9 @@ def _vanishing(
     others: tuple[SiteId, ...],
 ) -> Finding:
     form = context.number_format
-    scaled = record.scale != 1
-    at = f" under the loss scale {format_scale(record.scale)}" if scaled else " without loss scaling"
+    at = " without loss scaling"
+    if record.scale != 1:
+        at = f" under the loss scale {format_scale(record.scale)}"
     cause = (
         f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
         f"element is {format_number(stats.peak)} in FP32; "
@@ -195,19 +195,13 @@ def _vanishing(
     )
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
-    advice = _scale_advice(context, record)
+    advice = "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
+    suits = context.scale_advice
+    if suits is not None and suits.exists and 2.0**suits.low > record.scale:
+        advice = f"use a loss scale of at least {format_power(suits.low)}; "
+        advice += f"nothing overflows up to {format_power(suits.high)}"
     finding = gradient_finding(context, site, "AMP702", stats, cause, advice, name=name, severity=severity)
     return replace(finding, poisons=others)
-
-
-def _scale_advice(context: CheckContext, record: GradientRecord) -> str:
-    advice = context.scale_advice
-    if advice is not None and advice.exists and 2.0**advice.low > record.scale:
-        return (
-            f"use a loss scale of at least {format_power(advice.low)}; "
-            f"nothing overflows up to {format_power(advice.high)}"
-        )
-    return "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
 
 
 def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
@@ -238,15 +232,15 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
         return
     if any(vanishes(gradient.stats) for gradient in context.gradients):
         return
-    inaccurate: list[tuple[float, Site, GradientStats]] = []
-    for site in context.graph_sites:
-        stats = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
-        if stats is None or stats.cancelled or not stats.values.ref_peak:
-            continue
-        sqnr = stats.values.sqnr_db
-        if sqnr is not None and sqnr < context.min_sqnr:
-            inaccurate.append((sqnr, site, stats))
+    inaccurate = [
+        (stats.values.sqnr_db, site, stats)
+        for site in context.graph_sites
+        if site.role is Role.WEIGHT_CAST and (stats := record.sites.get(site.id)) is not None
+        if not stats.cancelled and stats.values.ref_peak and stats.values.sqnr_db is not None
+    ]
     for sqnr, site, stats in sorted(inaccurate, key=lambda item: item[0])[:_LISTED]:
+        if sqnr >= context.min_sqnr:
+            break
         name = name_of(context, site.id, False)
         cause = (
             f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
@@ -281,11 +275,7 @@ def find_own_backward(context: CheckContext) -> Iterator[Finding]:
             advice = "it fails in training as well: decorate it with torch.amp.custom_fwd and custom_bwd"
         severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
         finding = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
-        if custom.source is not None:
-            finding = replace(
-                finding, source=finding_source(replace(site, source=custom.source, caller=None))
-            )
-        yield finding
+        yield replace(finding, source=source_of(custom.source) or finding.source)
 
 
 CHECKS = (

@@ -69,15 +69,13 @@ def find_code_differs(context: CheckContext) -> Iterator[Finding]:
         return
     severity, worst = min(graded, key=lambda item: (-item[0].rank, item[1].code_sqnr_db))
     more = f"; {len(graded) - 1} more of the outputs differ" if len(graded) > 1 else ""
-    effect = _effect(worst) + more
     if code.place is not None:
         what = describe_difference(code.place, context.number_format.name)
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
-    finding = code_finding(
-        context, code.place, "AMP212", f"{what}: {effect}", _CODE_DIFFERS_ADVICE, severity, worst.name
-    )
+    cause = f"{what}: {_effect(worst)}{more}"
+    finding = code_finding(context, code.place, "AMP212", cause, _CODE_DIFFERS_ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         finding = replace(finding, source=source_of(code.reads[0]))
     yield finding
@@ -110,12 +108,9 @@ def _effect(output: OutputDifference) -> str:
 def describe_difference(place: CodeDifference, dtype: str) -> str:
     """Describe what a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
-    if place.fp32 is None:
-        does = f"runs {place.low} in {dtype} and nothing in FP32"
-    elif place.low is None:
+    does = f"runs {place.low} in {dtype} and {place.fp32 or 'nothing'} in FP32"
+    if place.low is None:
         does = f"runs {place.fp32} in FP32 and nothing in {dtype}"
-    else:
-        does = f"runs {place.low} in {dtype} and {place.fp32} in FP32"
     others = f" (first of {place.lines} such lines)" if place.lines > 1 else ""
     return f"{where} {does}{others}"
 
@@ -130,16 +125,16 @@ def code_finding(
     output: str,
 ) -> Finding:
     """Return a finding at the op where the code differs, or else at the output."""
-    output_site = next((site for name, site, _ in context.outputs if name == output), None)
-    if place is None and output_site is not None:
-        return finding_at(context, context.site[output_site], code, cause, advice, severity=severity)
+    if place is None:
+        site = context.output_site(output)
+    else:
+        site = context.site.get(place.site) if place.low is not None else None
+    if site is not None:
+        return finding_at(context, site, code, cause, advice, severity=severity)
     if place is None:
         return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
-    if place.low is not None and place.site in context.site:
-        return finding_at(context, context.site[place.site], code, cause, advice, severity=severity)
-    source = source_of(place.source, place.caller)
     about = finding_about(code, place.site, place.layer, cause, advice, severity=severity)
-    return replace(about, phase="forward", source=source)
+    return replace(about, phase="forward", source=source_of(place.source, place.caller))
 
 
 def _name(line: SourceLine) -> str:
@@ -231,12 +226,9 @@ def _undone(context: CheckContext, site: Site) -> Site | None:
     """Return the op for which the policy casts an upcast value down, if that is its only use."""
     node = context.flow.node(site)
     users = [context.flow.site(user) for user in node.users]
-    if not users or not all(
-        u and u.role is Role.INSERTED_CAST and u.dtype in LOW_PRECISION_DTYPES for u in users
-    ):
-        return None
+    down = all(u and u.role is Role.INSERTED_CAST and u.dtype in LOW_PRECISION_DTYPES for u in users)
     source = node.all_input_nodes[0].meta.get("val")
-    if getattr(source, "dtype", None) not in LOW_PRECISION_DTYPES:
+    if not users or not down or getattr(source, "dtype", None) not in LOW_PRECISION_DTYPES:
         return None
     return next(iter(context.flow.readers(site)), None)
 
@@ -393,15 +385,19 @@ def against_report(context: CheckContext, reference: str) -> AgainstReport | Non
         tuple(Correspondence(here.id, there.id) for here, there in comparison.matched),
         tuple(site.id for site in comparison.only_audited),
         tuple(site.id for site in comparison.only_reference),
-        tuple(_difference_row(difference) for difference in comparison.differences),
+        tuple(
+            ReferenceDifference(
+                each.kind,
+                each.site.id,
+                each.site.layer,
+                each.counterpart.id if each.counterpart else None,
+                finding_source(each.counterpart) if each.counterpart else None,
+                each.what,
+                each.outputs,
+            )
+            for each in comparison.differences
+        ),
     )
-
-
-def _difference_row(gap: ModelDifference) -> ReferenceDifference:
-    other = gap.counterpart
-    source = finding_source(other) if other is not None else None
-    site = None if other is None else other.id
-    return ReferenceDifference(gap.kind, gap.site.id, gap.site.layer, site, source, gap.what, gap.outputs)
 
 
 CHECKS = (

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, some_sites
+from ampaudit.audit.checks.interface import (
+    Check,
+    CheckContext,
+    finding_about,
+    finding_at,
+    some_sites,
+    source_of,
+)
 from ampaudit.audit.checks.precision import rounded_number, subtracts
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import differing_share, format_number
-from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.report.model import LOST_DB
 from ampaudit.report.steps import StepGrowth
 from ampaudit.run.attribution import Culprit
@@ -64,9 +71,12 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
     for culprit in (*culprits, *(Culprit((name,)) for name in wrong if name not in explained)):
         names = [name for name in culprit.outputs if name in wrong]
         if not culprit.sites and _by_code(context, names[0]):
-            continue  # reported as AMP212
+            continue
+        peaks = [context.observed(site).ref_peak for site in culprit.sites]
+        if context.saturating and any(peak > context.number_format.max for peak in peaks):
+            continue  # reported as AMP116
         finding = _finding(context, culprit, wrong[names[0]], names)
-        if finding.code == code and not _saturated(context, culprit):
+        if finding.code == code:
             yield finding
 
 
@@ -79,19 +89,14 @@ def _by_code(context: CheckContext, name: str) -> bool:
     return differs is not None and not differs.agrees
 
 
-def _saturated(context: CheckContext, culprit: Culprit) -> bool:
-    """Return whether the error comes from a saturated value (AMP116)."""
-    peaks = [context.observed(site).ref_peak for site in culprit.sites]
-    return context.saturating and any(peak > context.number_format.max for peak in peaks)
-
-
 def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, names: list[str]) -> Finding:
     dtype = context.number_format.name
     what = f"{names[0]} {accuracy_text(output, dtype)}; {_required(context, output)}"
     if len(names) > 1:
         what += f" ({some_sites(names[1:])} too)"
     code, why, advice = _explain(context, culprit, output, names[0])
-    site = _site(context, culprit, names[0])
+    site = context.output_site(names[0]) or context.graph_sites[-1]
+    site = context.site[culprit.sites[0]] if culprit.sites else site
     finding = finding_at(context, site, code, f"{what}; {why}", advice)
     batch = context.record.names.get(output.batch)
     return replace(finding, poisons=tuple(culprit.sites[1:]), batch=batch)
@@ -106,13 +111,6 @@ def _required(context: CheckContext, output: OutputComparison) -> str:
     return f"{required} dB are required"
 
 
-def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
-    if culprit.sites:
-        return context.site[culprit.sites[0]]
-    site = next((site for name, site, _ in context.outputs if name == output and site is not None), None)
-    return context.site[site] if site is not None else context.graph_sites[-1]
-
-
 def _explain(
     context: CheckContext, culprit: Culprit, comparison: OutputComparison, output: str
 ) -> tuple[str, str, str]:
@@ -120,45 +118,40 @@ def _explain(
     step = context.step_of(comparison.batch)
     if not culprit.sites and step is not None and step > 1:
         why = f"no op of step {step} stands out: the error has built up over the steps"
-        if (trend := error_growth(context)) is not None:
-            why += f", and doubles every {format_number(trend.doubles_every)} of them"
+        for trend in _harmful(context):
+            if trend.what == "error":
+                why += f", and doubles every {format_number(trend.doubles_every)} of them"
+                break
         return "AMP207", why, "keep in float32 what is carried from step to step"
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
-    where, proof = _where(culprit), _proof(context, culprit, comparison)
+    more = f" and {len(culprit.sites) - 1} more of its line" if len(culprit.sites) > 1 else ""
+    rounded = f"the rounding of {culprit.given}, read by " if culprit.given else ""
+    where = f"{rounded}{culprit.sites[0]}{more}"
+    alone, rest = (_decibels(db, comparison) for db in (culprit.alone_db, culprit.without_db))
+    dtype = context.number_format.name
+    proof = f"with only this in {dtype} the output has {alone}, with all but this {rest}"
     if culprit.decision is not None:
-        itself = (
-            "its own choices" if culprit.decision in culprit.sites else f"the choices of {culprit.decision}"
-        )
+        own = culprit.decision in culprit.sites
+        itself = "its own choices" if own else f"the choices of {culprit.decision}"
         number = rounded_number(context, context.site[culprit.decision])
         details = "; ".join(filter(None, (number and number.text, _detail(context, culprit.detail), proof)))
         why = f"{where} flips {itself}: {details}"
         return "AMP209", why, f"compute what {culprit.decision} compares in float32"
     if culprit.stalled >= STALLS:
         why = f"the sum stalls: {culprit.stalled:.0%} of the additions at {where} change nothing, since "
-        why += f"x + y rounds to x once y is below half of {context.number_format.name}'s step at x; {proof}"
+        why += f"x + y rounds to x once y is below half of {dtype}'s step at x; {proof}"
         return "AMP210", why, "keep the sum in float32, or count in integers"
-    grows = amplified(context, culprit.sites[-1], output)
-    growth = f", and grows at {grows.site} from {grows.before:.0f} to {grows.after:.0f} dB" if grows else ""
-    advice = "keep this op in float32"
+    growth, advice = "", "keep this op in float32"
     if culprit.without_db is not None and culprit.without_db < context.min_sqnr:
         advice += " together with those that round its values again; alone it does not suffice"
-    if grows is not None and grows.cancels:
-        advice += f", and rewrite {grows.site}, a difference of nearly equal values"
+    if (drop := _largest_drop(context, culprit.sites[-1], output)) is not None:
+        site, before, after = drop
+        growth = f", and grows at {site.id} from {before:.0f} to {after:.0f} dB"
+        if subtracts(context, site):
+            advice += f", and rewrite {site.id}, a difference of nearly equal values"
     return "AMP207", f"the error enters at {where}{growth}; {proof}", advice
-
-
-def _where(culprit: Culprit) -> str:
-    more = f" and {len(culprit.sites) - 1} more of its line" if len(culprit.sites) > 1 else ""
-    rounded = f"the rounding of {culprit.given}, read by " if culprit.given else ""
-    return f"{rounded}{culprit.sites[0]}{more}"
-
-
-def _proof(context: CheckContext, culprit: Culprit, output: OutputComparison) -> str:
-    dtype = context.number_format.name
-    alone, rest = (_decibels(db, output) for db in (culprit.alone_db, culprit.without_db))
-    return f"with only this in {dtype} the output has {alone}, with all but this {rest}"
 
 
 def _decibels(accuracy: float | None, output: OutputComparison) -> str:
@@ -190,27 +183,17 @@ def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Amplification:
-    """The op after a culprit at which the accuracy drops most.
+def _largest_drop(context: CheckContext, culprit: SiteId, output: str) -> tuple[Site, float, float] | None:
+    """Return the op after a culprit at which the accuracy drops most, if noticeably.
 
-    Attributes:
-        site: Site of the op.
-        before: Accuracy of its least accurate input in dB.
-        after: Accuracy of its result in dB.
-        cancels: Whether it is a difference of nearly equal values.
+    With it come the accuracies of its least accurate input and of its result, in dB.
     """
-
-    site: SiteId
-    before: float
-    after: float
-    cancels: bool
-
-
-def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplification | None:
-    """Return the op with the largest drop in accuracy after a culprit; ``None`` if no drop is noticeable."""
-    candidates: list[Amplification] = []
-    behind, leading = {culprit}, _leading_to(context, output)
+    candidates: list[tuple[Site, float, float]] = []
+    behind = {culprit}
+    leading = {site for name, site, _ in context.outputs if name == output and site is not None}
+    for site in reversed(context.graph_sites):
+        if site.id in leading:
+            leading |= {maker.id for maker in context.flow.makers(site)}
     for site in context.graph_sites:
         makers = [maker.id for maker in context.flow.makers(site)]
         if not behind.intersection(makers):
@@ -219,18 +202,9 @@ def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplificat
         after = context.observed(site.id).sqnr_db
         accuracies = [db for maker in makers if (db := context.observed(maker).sqnr_db) is not None]
         if site.id in leading and site.role is Role.COMPUTE and after is not None and accuracies:
-            candidates.append(Amplification(site.id, min(accuracies), after, subtracts(context, site)))
-    worst = max(candidates, key=lambda a: a.before - a.after, default=None)
-    return worst if worst is not None and worst.before - worst.after >= NOTICEABLE_DB else None
-
-
-def _leading_to(context: CheckContext, output: str) -> set[SiteId]:
-    """Return the site that makes an output and all sites that it depends on."""
-    leading = {site for name, site, _ in context.outputs if name == output and site is not None}
-    for site in reversed(context.graph_sites):
-        if site.id in leading:
-            leading |= {maker.id for maker in context.flow.makers(site)}
-    return leading
+            candidates.append((site, min(accuracies), after))
+    worst = max(candidates, key=lambda drop: drop[1] - drop[2], default=None)
+    return worst if worst is not None and worst[1] - worst[2] >= NOTICEABLE_DB else None
 
 
 def find_output_variation(context: CheckContext) -> Iterator[Finding]:
@@ -297,13 +271,12 @@ def _between_steps_finding(context: CheckContext, fault: StateFault, step: int) 
         why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
     advice = "compute the next inputs in float32 and cast them back where they are in range again"
     finding = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
-    line = fault.line
     return replace(
         finding,
         phase="forward",
         op=fault.op,
         origin=True,
-        source=None if line is None else Source(line.file, line.line, line.code),
+        source=source_of(fault.line),
         evidence=Evidence(
             peak=fault.peak,
             limit=form.max,
@@ -316,9 +289,10 @@ def _between_steps_finding(context: CheckContext, fault: StateFault, step: int) 
     )
 
 
-def error_growth(context: CheckContext) -> StepGrowth | None:
-    """Return the growth of an output's error, if it costs the required accuracy in the run or soon after."""
-    return next((growth for growth in _harmful(context) if growth.what == "error"), None)
+def _harmful(context: CheckContext) -> list[StepGrowth]:
+    """Return growth that costs the range, or the required accuracy, in the run or soon after."""
+    growth = () if context.steps is None else context.steps.growth
+    return [each for each in growth if each.reaches is not None]
 
 
 def find_growth(context: CheckContext) -> Iterator[Finding]:
@@ -326,42 +300,26 @@ def find_growth(context: CheckContext) -> Iterator[Finding]:
 
     What a step of the run shows is a finding of its own.
     """
-    broken = any(row.origins or row.faults for row in context.record.steps)
-    for growth in _harmful(context):
-        site = _steps_site(context, growth)
-        beyond = (growth.reaches or 0) > (context.step_count or 0)
-        if site is not None and beyond and not broken:
-            yield _growth_finding(context, growth, site)
-
-
-def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
-    if context.steps is not None:
-        yield from (growth for growth in context.steps.growth if growth.reaches is not None)
-
-
-def _growth_finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
+    if any(row.origins or row.faults for row in context.record.steps):
+        return
     count = context.step_count
-    reached = f"at about step {growth.reaches}, beyond the {count} that were run"
-    if growth.what == "error":
-        cause = (
-            f"the error of {growth.name} doubles every {format_number(growth.doubles_every)} steps; at this "
-            f"rate its accuracy falls below {context.min_sqnr:.0f} dB {reached}"
-        )
-        advice = "keep in float32 what is carried from step to step, or run fewer steps"
-    else:
-        cause = (
-            f"the values double every {format_number(growth.doubles_every)} steps; at this rate they leave "
-            f"the range of {context.number_format.name} {reached}"
-        )
-        advice = "normalize what is carried from step to step, or keep it in float32"
-    finding = finding_at(context, site, "AMP119", cause, advice)
-    return replace(finding, evidence=replace(finding.evidence, step=count))
-
-
-def _steps_site(context: CheckContext, growth: StepGrowth) -> Site | None:
-    """Return the site of the values, or the one that makes the output."""
-    site = next((site for name, site, _ in context.outputs if name == growth.name and site is not None), None)
-    return context.site.get(site) if site is not None else context.site.get(SiteId(growth.name))
+    for growth in _harmful(context):
+        site = context.output_site(growth.name) or context.site.get(SiteId(growth.name))
+        if site is None or (growth.reaches or 0) <= (count or 0):
+            continue
+        every = f"every {format_number(growth.doubles_every)} steps; at this rate"
+        reached = f"at about step {growth.reaches}, beyond the {count} that were run"
+        if growth.what == "error":
+            cause = f"the error of {growth.name} doubles {every} its accuracy falls below "
+            cause += f"{context.min_sqnr:.0f} dB {reached}"
+            advice = "keep in float32 what is carried from step to step, or run fewer steps"
+        else:
+            cause = (
+                f"the values double {every} they leave the range of {context.number_format.name} {reached}"
+            )
+            advice = "normalize what is carried from step to step, or keep it in float32"
+        finding = finding_at(context, site, "AMP119", cause, advice)
+        yield replace(finding, evidence=replace(finding.evidence, step=count))
 
 
 CHECKS = (
