@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,8 +50,8 @@ from ampaudit.tuning.config import CostKind, TuneConfig
 from ampaudit.tuning.search import Accuracy, Choice, Prices, TuningProblem
 
 __all__ = [
+    "NAME",
     "CostKind",
-    "LowPrecisionRun",
     "Trials",
     "costs_of",
     "default_device",
@@ -68,6 +68,7 @@ _CAST_BYTES = 6  # bytes moved to read an element in one format and write it in 
 MARGIN = 1.4  # factor by which 16-bit values must stay below the format's limit
 _POLICY = "ampaudit"  # keeps norms in float32, as a tuned policy does
 BASE = "16-bit"
+NAME = "tuned"
 
 
 class Trials:
@@ -185,11 +186,15 @@ class Trials:
     def rescaled(self) -> Trials | None:
         """Return trials of a model whose residual streams are rescaled; ``None`` if none overflows."""
         self._share.tell("rescale")
-        source, changes = rescaled_source(self.source, self.number_format.name, self.config)
-        if not changes:
+        if self.source.kind == "onnx":
             return None
-        config = self.config.changed(exhaustive=False)
-        return Trials(source, self.number_format.name, config, self.session, changes)
+        dtype, config = self.number_format.name, self.config
+        settings = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
+        rescaled = rescaled_model(self.source, load_policy(_POLICY), settings)
+        if not rescaled.changes:
+            return None
+        config = config.changed(exhaustive=False)
+        return Trials(rescaled.source, dtype, config, self.session, rescaled.changes)
 
 
 def follow(source: ModelSource, config: TuneConfig, session: Session) -> NoReturn:
@@ -239,17 +244,6 @@ def _base(source: ModelSource) -> RuleSet:
     return RuleSet(rules.file.model_copy(update={"rules": static}), None, rules.environment, rules.location)
 
 
-def rescaled_source(
-    source: ModelSource, dtype: str, config: TuneConfig
-) -> tuple[ModelSource, tuple[ResidualRescale, ...]]:
-    """Return a model whose residual streams are rescaled where they overflow, and the changes."""
-    if source.kind == "onnx":
-        return source, ()
-    settings = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
-    rescaled = rescaled_model(source, load_policy(_POLICY), settings)
-    return rescaled.source, rescaled.changes
-
-
 def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> str:
     """Return the changes in words and as code, with what must stay in float32 after them."""
     ops = f"{len(after.kept)} of {plural(after.ops, 'op')} in float32"
@@ -262,7 +256,6 @@ def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> s
 
 def rule_file(
     base: RuleSet,
-    name: str,
     title: str,
     ops: Mapping[Reason, Sequence[str]],
     weights: Sequence[str],
@@ -272,18 +265,28 @@ def rule_file(
 
     Args:
         base: Policy to extend.
-        name: Name of the new policy.
         title: Title of the new policy.
         ops: Sites in float32, by reason.
         weights: Names of weights stored in float32.
         every: All sites and all weights, which the patterns must tell apart.
     """
     sites, names = every
-    data: dict[str, Any] = {"name": name, "title": title, "extends": [base.location or base.name]}
+    data: dict[str, Any] = {"name": NAME, "title": title, "extends": [base.location or base.name]}
     if weights:
         stored = base.file.weights.model_dump(mode="json", exclude_defaults=True)
         data["weights"] = stored | {"keep": [{"parameter": globs_of(weights, names)}]}
-    rules = [_rule(reason, globs_of(members, sites)) for reason, members in ops.items() if members]
+    rules = [
+        {
+            "id": f"{NAME}/{reason.value}",
+            "match": {"site": globs_of(members, sites)},
+            "cast": Cast.FLOAT32.value,
+            "reason": reason.value,
+            "why": _WHY[reason],
+            "source": "ampaudit tune",
+        }
+        for reason, members in ops.items()
+        if members
+    ]
     if rules:
         data["rules"] = rules
     return yaml.safe_dump(data, sort_keys=False, width=110, allow_unicode=True)
@@ -296,17 +299,6 @@ _WHY = {
 }
 
 
-def _rule(reason: Reason, sites: list[str]) -> dict[str, Any]:
-    return {
-        "id": f"tuned/{reason.value}",
-        "match": {"site": sites},
-        "cast": Cast.FLOAT32.value,
-        "reason": reason.value,
-        "why": _WHY[reason],
-        "source": "ampaudit tune",
-    }
-
-
 def loaded(text: str) -> RuleSet:
     """Return the rules of a rule file's text."""
     with tempfile.TemporaryDirectory() as folder:
@@ -316,27 +308,11 @@ def loaded(text: str) -> RuleSet:
     return RuleSet(rules.file, rules.ops, rules.environment)
 
 
-@dataclass(frozen=True, slots=True)
-class LowPrecisionRun:
-    """A run with everything in 16 bits, and the means to run any other choice.
-
-    Attributes:
-        trials: Trials of the model in the 16-bit format.
-        audit: Audit of the run.
-        problem: Problem to solve.
-        ranges: Reasons why values force ops and weights into float32, by name.
-        appeared: Ops that exist only once their inputs are in float32; they stay in float32.
-    """
-
-    trials: Trials
-    audit: Audit
-    problem: TuningProblem
-    ranges: Mapping[str, str]
-    appeared: set[str] = field(default_factory=set)
-
-
-def run_low_precision(trials: Trials) -> LowPrecisionRun:
+def run_low_precision(trials: Trials) -> tuple[Audit, TuningProblem, dict[str, str]]:
     """Run a model under a policy that puts everything in 16 bits, and probe its outputs.
+
+    Returns:
+        The audit, the problem to solve, and why values force ops and weights into float32, by name.
 
     Raises:
         AuditError: See ``run_audits``; an output has no gradient.
@@ -351,7 +327,7 @@ def run_low_precision(trials: Trials) -> LowPrecisionRun:
         frozenset(ranges),
         frozenset(wide),
     )
-    return LowPrecisionRun(trials, audit, problem, ranges)
+    return audit, problem, ranges
 
 
 def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[dict[str, str], set[str]]:
@@ -378,12 +354,9 @@ def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[di
     masters = audit.converted.masters
     for place in audit.converted.traced.placeholders:
         tensor = masters.get(place.node)
-        if (
-            tensor is None
-            or place.name not in graph.values
-            or not tensor.is_floating_point()
-            or not tensor.numel()
-        ):
+        if tensor is None or place.name not in graph.values:
+            continue
+        if not tensor.is_floating_point() or not tensor.numel():
             continue
         peak = float(tensor.detach().abs().nan_to_num(0.0, math.inf, math.inf).amax())
         if limit < peak < math.inf and place.name not in masks:
@@ -471,19 +444,15 @@ def _traffic(count: int) -> OpCost:
     return OpCost(flops=0, precision="float32", product=False, bytes_moved=count, cast=False)
 
 
-def _seconds(op: OpCost, device: Device) -> float | None:
-    return roofline_seconds([op], device, tf32=False)
-
-
 def _price(device: Device | None) -> Callable[[OpCost], float]:
     """Return the seconds of an op on a device, or its bytes without one."""
     if device is None:
         return lambda op: float(op.bytes_moved)
-    if _seconds(_traffic(1), device) is None:
+    if roofline_seconds([_traffic(1)], device, tf32=False) is None:
         raise UsageError(
             f"the catalogue has no rates for {device.id}", hint="name a GPU, or minimise bytes or ops"
         )
-    return lambda op: _seconds(op, device) or 0.0
+    return lambda op: roofline_seconds([op], device, tf32=False) or 0.0
 
 
 def _calls(traced: TracedModel) -> dict[SiteId, tuple[OpCost, OpCost]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Exemption
@@ -57,7 +57,7 @@ from ampaudit.tuning.search import (
     tried_set,
 )
 from ampaudit.tuning.trials import (
-    LowPrecisionRun,
+    NAME,
     Trials,
     follow,
     loaded,
@@ -68,7 +68,6 @@ from ampaudit.tuning.trials import (
 
 __all__ = ["tune", "tuned_rules"]
 
-NAME = "tuned"
 SHOWN_NOISE = 40
 _KINDS = ("python", "import", "huggingface", "object")  # kinds of sources with layers of the user's code
 ROUNDS = 4  # rounds of a search and an audit of its result
@@ -165,6 +164,16 @@ def _tuned(source: ModelSource, dtype: str, config: TuneConfig, session: Session
     return replace(report, code=code, seconds=report.seconds | {"code": time.perf_counter() - started})
 
 
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A choice with its rule file, audited as a whole."""
+
+    choice: Choice
+    text: str
+    audited: Audited
+    accuracy: Accuracy
+
+
 class _Tuning:
     """Tunes a model in one 16-bit format."""
 
@@ -173,53 +182,52 @@ class _Tuning:
         self._config = trials.config
         self._seconds: defaultdict[str, float] = defaultdict(float)
         with self._timing("run and probes"):
-            self._low = run_low_precision(trials)
+            self._audit, self._problem, self._ranges = run_low_precision(trials)
+        self._search: TuningSearch
+        self._needed: dict[str, Accuracy] = {}  # the accuracy without each op
+        self._appeared: set[str] = set()  # ops that exist only with inputs in float32, and stay in float32
         self._tried: list[TriedSet] = []
 
     def report(self) -> TuningReport:
         """Search, audit the result, and tighten the search until the audit agrees."""
-        config, problem = self._config, self._low.problem
-        target = config.target_db
+        target = self._config.target_db
         budget = None if target is None else noise_of(target)
         for _ in range(ROUNDS):
             with self._timing("search"):
-                search, choice, needed = self._searched(problem, budget)
-            self._tried += search.tried
+                choice = self._searched(budget)
             with self._timing("audits"):
-                final = self._final(choice if choice is not None else frozenset(problem.free), problem)
+                every = frozenset(self._problem.free)
+                final = self._final(every if choice is None else choice, self._problem)
             broken, low = self._broken(final), self._low_casts(final)
             if final.accuracy.reached or (choice is None and not broken):
                 break
             if low:
                 self._trials.keep_low(low)
-                problem = replace(problem, graph=self._trials.graph)
+                self._problem = replace(self._problem, graph=self._trials.graph)
             elif broken:
-                problem = replace(problem, pinned=problem.pinned | broken)
+                self._problem = replace(self._problem, pinned=self._problem.pinned | broken)
             elif budget is None or target is None or final.accuracy.noise <= noise_of(target):
                 break  # it is accurate; what else the audit finds is in the notes
             else:
                 budget *= min(noise_of(target) / final.accuracy.noise, 0.99)
         if not final.accuracy.reached:
-            final = self._audited_along(search, final) or final
-        report = tuning_report(
-            Tuned(self._low, problem, search, final, needed, tuple(self._tried), dict(self._seconds))
-        )
-        return self._with_rescale(report)
+            final = self._audited_along(final) or final
+        return self._with_rescale(self._report(final))
 
-    def _searched(
-        self, problem: TuningProblem, budget: float | None
-    ) -> tuple[TuningSearch, Choice | None, dict[str, Accuracy]]:
+    def _searched(self, budget: float | None) -> Choice | None:
         """Search for a choice; with ``exhaustive``, also measure the accuracy without each op."""
-        search = TuningSearch(problem, self._trials.accuracy, budget, self._trials.session.on_progress)
-        choice = search.cheapest()
-        if choice is None or not self._config.exhaustive:
-            return search, choice, {}
-        return search, *search.minimize(choice)
+        on_progress = self._trials.session.on_progress
+        self._search = TuningSearch(self._problem, self._trials.accuracy, budget, on_progress)
+        choice, self._needed = self._search.cheapest(), {}
+        if choice is not None and self._config.exhaustive:
+            choice, self._needed = self._search.minimize(choice)
+        self._tried += self._search.tried
+        return choice
 
-    def _audited_along(self, search: TuningSearch, short: Final) -> Final | None:
+    def _audited_along(self, short: Final) -> Final | None:
         """Return the cheapest point of the frontier whose audit passes, where that of the result did not."""
-        problem = search.problem
-        points = [point.choice for point in search.solver.frontier()]
+        problem = self._search.problem
+        points = [point.choice for point in self._search.solver.frontier()]
         points = [choice for choice in points if problem.cost(choice) > problem.cost(short.choice)]
         points.append(frozenset(problem.free))
         best: Final | None = None
@@ -257,7 +265,7 @@ class _Tuning:
     def _final(self, choice: Choice, problem: TuningProblem) -> Final:
         """Audit a choice under its rule file."""
         self._trials.session.on_progress("auditing the policy", 0, 0)
-        text = policy_text(self._low, problem, choice)
+        text = self._policy_text(choice, problem)
         target, drop = self._config.target_db, self._config.metric_drop
         audited, metric = self._trials.audit(text)
         db = _accuracy(audited.report)
@@ -267,23 +275,19 @@ class _Tuning:
             fits = db is None or target is None or db >= target
             accuracy = Accuracy(db, fits and audited.report.exit_code == 0)
         self._tried.append(tried_set(problem, choice, accuracy, "final", "the policy, audited as a whole"))
-        if not accuracy.reached and (appeared := self._appeared(audited) - self._low.appeared):
-            self._low.appeared.update(appeared)
-            return self._final(choice, problem)
+        if not accuracy.reached:
+            # some ops are split, or renamed, once their input is in float32
+            low_ops = {site.id for site in self._audit.sites} | self._appeared
+            sites = (site for site in audited.audit.converted.traced.sites if site.facts is not None)
+            more = {s.id for s in sites if s.decision.cast is Cast.LOWER and s.id not in low_ops}
+            if more:
+                self._appeared |= more
+                return self._final(choice, problem)
         return Final(choice, text, audited, accuracy)
-
-    def _appeared(self, audited: Audited) -> set[str]:
-        """Return 16-bit ops of a policy's trace that do not exist with everything in 16 bits.
-
-        Some ops are split, or renamed, once their input is in float32.
-        """
-        low_ops = {site.id for site in self._low.audit.sites}
-        sites = (site for site in audited.audit.converted.traced.sites if site.facts is not None)
-        return {s.id for s in sites if s.decision.cast is Cast.LOWER and s.id not in low_ops}
 
     def _broken(self, final: Final) -> frozenset[str]:
         """Return the 16-bit ops at which the audit found errors."""
-        values = self._low.problem.graph.values
+        values = self._problem.graph.values
         errors = {f.site for f in final.audited.report.findings if f.severity == Severity.ERROR}
         return frozenset(s for s in errors if s in values and values[s].free and s not in final.choice)
 
@@ -292,11 +296,155 @@ class _Tuning:
 
         The target of ``x.to(y.dtype)`` depends on the policy; the problem assumes the dtype of ``x``.
         """
-        values = self._low.problem.graph.values
-        wide = self._low.problem.graph.in_float32(final.choice)
+        values, wide = self._problem.graph.values, self._problem.graph.in_float32(final.choice)
         sites = final.audited.audit.converted.traced.sites
         casts = (site.id for site in sites if site.role is Role.CAST and site.dtype in LOW_PRECISION_DTYPES)
         return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
+
+    def _policy_text(self, choice: Choice, problem: TuningProblem) -> str:
+        """Return the rule file of a choice."""
+        values, ops = problem.graph.values, problem.ops(choice)
+        stored = [name for name, value in values.items() if value.kind is ValueKind.WEIGHT]
+        reasons = {v.name: v.site.decision.reason for v in values.values() if v.site is not None}
+        groups = {
+            Reason.RANGE: [
+                *(name for name in ops if name in problem.required),
+                *(name for name, reason in reasons.items() if reason == TOO_LARGE),
+            ],
+            Reason.PRECISION: [
+                *(name for name in ops if name not in problem.required),
+                *sorted(self._appeared),
+            ],
+            Reason.NO_KERNEL: [
+                name
+                for name, reason in reasons.items()
+                if reason == Reason.NO_KERNEL and values[name].kind is ValueKind.FLOAT32
+            ],
+        }
+        every = [*(site.id for site in self._audit.sites if site.facts is not None), *self._appeared]
+        target = self._config.target_db
+        goal = "" if target is None else f", for {target:g} dB"
+        title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(self._trials.dtype)}"
+        weights = [name for name in stored if name in choice]
+        return rule_file(self._trials.base, title, groups, weights, (every, stored))
+
+    def _report(self, final: Final) -> TuningReport:
+        problem, graph, config = self._problem, self._problem.graph, self._config
+        source, record = self._trials.source, self._audit.record
+        start = self._trials.accuracy(frozenset())
+        weights = planned_weights(final.audited.audit.converted, masters=False)
+        report = final.audited.report
+        errors = dict.fromkeys(f"{f.code} at {f.site}" for f in report.active if f.severity == Severity.ERROR)
+        notes = [*source.notes, *report.notes]
+        if errors:
+            notes.append(f"the audit of the policy has errors: {', '.join(list(errors)[:3])}")
+        if self._appeared:
+            names = ", ".join(sorted(self._appeared)[:3])
+            notes.append(f"in float32 as well, where their inputs are: {names}")
+        return TuningReport(
+            schema=1,
+            tool=THIS_TOOL,
+            model=ModelInfo(source.location, source.kind, source.sha256),
+            device=record.device,
+            dtype=dtype_name(self._trials.dtype),
+            target_db=config.target_db,
+            metric_drop=config.metric_drop,
+            metric=final.accuracy.metric,
+            cost_kind=config.cost,
+            reached=final.accuracy.reached,
+            low_db=finite_db(start.db),
+            low_broken=start.db == -math.inf,
+            low_predicted_db=accuracy_of(problem.noise(frozenset())),
+            predicted_db=accuracy_of(problem.noise(final.choice)),
+            measured_db=finite_db(final.accuracy.db),
+            ops=len(problem.ops(frozenset(problem.free))),
+            kept=tuple(self._kept_op(graph.values[name], final) for name in problem.ops(final.choice)),
+            lower_bound=self._min_ops(final),
+            minimal=config.exhaustive and final.accuracy.reached,
+            casts=len(problem.borders(graph.in_float32(final.choice))),
+            weights=tuple(self._kept_weights(final)),
+            bytes_before=weights.before,
+            bytes_after=weights.after,
+            noise=noise_rows(problem.sensitivities, graph, graph.in_float32(()))[:SHOWN_NOISE],
+            frontier=tuple(self._frontier(final)),
+            tried=tuple(self._tried),
+            runs=len(self._tried) + record.batches,
+            policy=final.text,
+            name=NAME,
+            rescale="",
+            seconds=dict(self._seconds),
+            notes=tuple(notes),
+            environment=this_environment(),
+            inputs=source.inputs,
+        )
+
+    def _min_ops(self, final: Final) -> int:
+        """Return a lower bound on the ops in float32 under the error model, calibrated by the final run."""
+        target = self._config.target_db
+        if target is None or not final.accuracy.reached:
+            return len(self._problem.ops(self._problem.required))
+        predicted, measured = self._problem.noise(final.choice), final.accuracy.noise
+        # if one run is better than predicted, others may be
+        scale = max(predicted / measured, 1.0) if measured and predicted else 1.0
+        return self._search.solver.min_ops(noise_of(target) * scale)
+
+    def _without(self, name: str, choice: Choice) -> float | None:
+        """Return the predicted accuracy without a member of a choice; ``None`` if its range needs float32."""
+        problem = self._problem
+        return None if name in problem.required else accuracy_of(problem.noise(choice - {name}))
+
+    def _kept_op(self, value: PrecisionValue, final: Final) -> KeptOp:
+        """Return an op that stays in float32, with the number that says why."""
+        name, site = value.name, value.site
+        assert site is not None
+        measured, without = self._needed.get(name), self._without(name, final.choice)
+        out = name in self._problem.required
+        if out:
+            text = self._ranges.get(name, "it reads values near the limit of 16 bits, or beyond it")
+        else:
+            text = "accuracy needs it" if without is None else f"without it, outputs have {without:.1f} dB"
+        return KeptOp(
+            site=name,
+            layer=site.layer,
+            op=site.op,
+            why="range" if out else "accuracy",
+            text=text,
+            without_db=without,
+            measured_without_db=None if measured is None else finite_db(measured.db),
+            source=finding_source(site),
+            broken_without=measured is not None and measured.db == -math.inf,
+        )
+
+    def _kept_weights(self, final: Final) -> Iterator[KeptWeight]:
+        traced, problem = self._audit.converted.traced, self._problem
+        nodes = {place.name: place.node for place in traced.placeholders}
+        for name, value in problem.graph.values.items():
+            if value.kind is ValueKind.WEIGHT and name in final.choice and name in nodes:
+                extra = 2 * traced.tensors[nodes[name]].numel()
+                why: Literal["range", "accuracy"] = "range" if name in problem.required else "accuracy"
+                yield KeptWeight(name, extra, why, self._without(name, final.choice))
+
+    def _frontier(self, final: Final) -> Iterator[FrontierPoint]:
+        """Yield the points of the frontier, with the result among them, by growing accuracy."""
+        problem = self._problem
+        points = {point.choice: point.noise for point in self._search.solver.frontier()}
+        points.setdefault(final.choice, problem.noise(final.choice))
+        every = max(len(problem.ops(frozenset(problem.free))), 1)
+        for choice, noise in sorted(points.items(), key=lambda item: -item[1]):
+            result = final.accuracy if choice == final.choice else self._search.results.get(choice)
+            ops = len(problem.ops(choice))
+            yield FrontierPoint(
+                ops=ops,
+                share=ops / every,
+                casts=len(problem.borders(problem.graph.in_float32(choice))),
+                cost=problem.cost(choice),
+                predicted_db=accuracy_of(noise),
+                measured_db=None if result is None else finite_db(result.db),
+                policy=self._policy_text(choice, problem),
+                chosen=choice == final.choice,
+                broken=result is not None and result.db == -math.inf,
+                weights=sum(problem.graph.values[name].kind is ValueKind.WEIGHT for name in choice),
+            )
 
 
 def _accuracy(report: Report) -> float | None:
@@ -339,193 +487,3 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     text, proposal = suggestion
     attempt = attempts.run(proposal)
     return f"{text}{then}" if attempt is not None and attempt.cures else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Final:
-    """A choice with its rule file, audited as a whole."""
-
-    choice: Choice
-    text: str
-    audited: Audited
-    accuracy: Accuracy
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """The result of a search.
-
-    Attributes:
-        low: Run with everything in 16 bits.
-        problem: Final problem, with all ops that turned out to be out of range.
-        search: Last search.
-        final: Choice with its audit.
-        needed: Accuracy without each op.
-        tried: All choices that were run.
-        seconds: Wall time by phase, in seconds.
-    """
-
-    low: LowPrecisionRun
-    problem: TuningProblem
-    search: TuningSearch
-    final: Final
-    needed: Mapping[str, Accuracy]
-    tried: tuple[TriedSet, ...]
-    seconds: dict[str, float]
-
-
-def policy_text(low: LowPrecisionRun, problem: TuningProblem, choice: Choice) -> str:
-    """Return the rule file of a choice."""
-    values, ops = problem.graph.values, problem.ops(choice)
-    stored = [name for name, value in values.items() if value.kind is ValueKind.WEIGHT]
-    groups = {
-        Reason.RANGE: [
-            *(name for name in ops if name in problem.required),
-            *(v.name for v in values.values() if v.site is not None and v.site.decision.reason == TOO_LARGE),
-        ],
-        Reason.PRECISION: [*(name for name in ops if name not in problem.required), *sorted(low.appeared)],
-        Reason.NO_KERNEL: [
-            name
-            for name, value in values.items()
-            if value.kind is ValueKind.FLOAT32
-            and value.site is not None
-            and value.site.decision.reason == Reason.NO_KERNEL
-        ],
-    }
-    every = [*(site.id for site in low.audit.sites if site.facts is not None), *low.appeared]
-    target = low.trials.config.target_db
-    goal = "" if target is None else f", for {target:g} dB"
-    title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(low.trials.dtype)}"
-    weights = [name for name in stored if name in choice]
-    return rule_file(low.trials.base, NAME, title, groups, weights, (every, stored))
-
-
-def tuning_report(tuned: Tuned) -> TuningReport:
-    """Return the report."""
-    low, problem, final = tuned.low, tuned.problem, tuned.final
-    source, config, record = low.trials.source, low.trials.config, low.audit.record
-    start = low.trials.accuracy(frozenset())
-    weights = planned_weights(final.audited.audit.converted, masters=False)
-    return TuningReport(
-        schema=1,
-        tool=THIS_TOOL,
-        model=ModelInfo(source.location, source.kind, source.sha256),
-        device=record.device,
-        dtype=dtype_name(low.trials.dtype),
-        target_db=config.target_db,
-        metric_drop=config.metric_drop,
-        metric=final.accuracy.metric,
-        cost_kind=config.cost,
-        reached=final.accuracy.reached,
-        low_db=finite_db(start.db),
-        low_broken=start.db == -math.inf,
-        low_predicted_db=accuracy_of(problem.noise(frozenset())),
-        predicted_db=accuracy_of(problem.noise(final.choice)),
-        measured_db=finite_db(final.accuracy.db),
-        ops=len(problem.ops(frozenset(problem.free))),
-        kept=tuple(_kept_op(tuned, problem.graph.values[name]) for name in problem.ops(final.choice)),
-        lower_bound=_min_ops(tuned),
-        minimal=config.exhaustive and final.accuracy.reached,
-        casts=len(problem.borders(problem.graph.in_float32(final.choice))),
-        weights=tuple(_kept_weights(tuned)),
-        bytes_before=weights.before,
-        bytes_after=weights.after,
-        noise=noise_rows(problem.sensitivities, problem.graph, problem.graph.in_float32(()))[:SHOWN_NOISE],
-        frontier=tuple(_frontier(tuned)),
-        tried=tuned.tried,
-        runs=len(tuned.tried) + record.batches,
-        policy=final.text,
-        name=NAME,
-        rescale="",
-        seconds=tuned.seconds,
-        notes=(*source.notes, *final.audited.report.notes, *_errors(final), *_appeared(low)),
-        environment=this_environment(),
-        inputs=source.inputs,
-    )
-
-
-def _appeared(low: LowPrecisionRun) -> list[str]:
-    names = ", ".join(sorted(low.appeared)[:3])
-    return [f"in float32 as well, where their inputs are: {names}"] if names else []
-
-
-def _errors(final: Final) -> list[str]:
-    """List the errors that the audit of the policy found."""
-    report = final.audited.report
-    errors = dict.fromkeys(f"{f.code} at {f.site}" for f in report.active if f.severity == Severity.ERROR)
-    return [f"the audit of the policy has errors: {', '.join(list(errors)[:3])}"] if errors else []
-
-
-def _min_ops(tuned: Tuned) -> int:
-    """Return a lower bound on the ops in float32 under the error model, calibrated by the final run."""
-    final, target = tuned.final, tuned.low.trials.config.target_db
-    if target is None or not final.accuracy.reached:
-        return len(tuned.problem.ops(tuned.problem.required))
-    predicted, measured = tuned.problem.noise(final.choice), final.accuracy.noise
-    # if one run is better than predicted, others may be
-    scale = max(predicted / measured, 1.0) if measured and predicted else 1.0
-    return tuned.search.solver.min_ops(noise_of(target) * scale)
-
-
-def _kept_op(tuned: Tuned, value: PrecisionValue) -> KeptOp:
-    """Return an op that stays in float32, with the number that says why."""
-    problem, name, site = tuned.problem, value.name, value.site
-    assert site is not None
-    measured = tuned.needed.get(name)
-    out = name in problem.required
-    without = None if out else accuracy_of(problem.noise(tuned.final.choice - {name}))
-    if out:
-        text = tuned.low.ranges.get(name, "it reads values near the limit of 16 bits, or beyond it")
-    else:
-        text = "accuracy needs it" if without is None else f"without it, outputs have {without:.1f} dB"
-    return KeptOp(
-        site=name,
-        layer=site.layer,
-        op=site.op,
-        why="range" if out else "accuracy",
-        text=text,
-        without_db=without,
-        measured_without_db=None if measured is None else finite_db(measured.db),
-        source=finding_source(site),
-        broken_without=measured is not None and measured.db == -math.inf,
-    )
-
-
-def _kept_weights(tuned: Tuned) -> list[KeptWeight]:
-    problem, choice = tuned.problem, tuned.final.choice
-    traced, weights = tuned.low.audit.converted.traced, list[KeptWeight]()
-    nodes = {place.name: place.node for place in traced.placeholders}
-    for name, value in problem.graph.values.items():
-        if value.kind is ValueKind.WEIGHT and name in choice and name in nodes:
-            out = name in problem.required
-            without = None if out else accuracy_of(problem.noise(choice - {name}))
-            extra = 2 * traced.tensors[nodes[name]].numel()
-            weights.append(KeptWeight(name, extra, "range" if out else "accuracy", without))
-    return weights
-
-
-def _frontier(tuned: Tuned) -> list[FrontierPoint]:
-    """Return the points of the frontier, with the result among them, by growing accuracy."""
-    problem, final = tuned.problem, tuned.final
-    points = {point.choice: point.noise for point in tuned.search.solver.frontier()}
-    points.setdefault(final.choice, problem.noise(final.choice))
-    every = max(len(problem.ops(frozenset(problem.free))), 1)
-    frontier = []
-    for choice, noise in sorted(points.items(), key=lambda item: -item[1]):
-        result = final.accuracy if choice == final.choice else tuned.search.results.get(choice)
-        ops = len(problem.ops(choice))
-        frontier.append(
-            FrontierPoint(
-                ops=ops,
-                share=ops / every,
-                casts=len(problem.borders(problem.graph.in_float32(choice))),
-                cost=problem.cost(choice),
-                predicted_db=accuracy_of(noise),
-                measured_db=None if result is None else finite_db(result.db),
-                policy=policy_text(tuned.low, problem, choice),
-                chosen=choice == final.choice,
-                broken=result is not None and result.db == -math.inf,
-                weights=sum(problem.graph.values[name].kind is ValueKind.WEIGHT for name in choice),
-            )
-        )
-    return frontier
