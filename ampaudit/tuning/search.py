@@ -63,11 +63,6 @@ class Prices:
     values: Mapping[str, float]
     casts: Mapping[str, float]
 
-    def counting(self, graph: PrecisionGraph) -> Prices:
-        """Return prices that count the ops in float32."""
-        ops = (name for name, value in graph.values.items() if value.kind is ValueKind.OP)
-        return Prices({name: 1.0 for name in ops if self.values.get(name)}, {})
-
 
 @dataclass(frozen=True)
 class TuningProblem:
@@ -116,15 +111,11 @@ class TuningProblem:
 
     def noise(self, choice: Collection[str]) -> float:
         """Return the predicted relative squared error of the worst column."""
-        return float(self.noises(choice).max(initial=0.0))
-
-    def noises(self, choice: Collection[str]) -> Numbers:
-        """Return the predicted relative squared error of each column."""
         index, value_rows, source, reader, read_rows = self._arrays
         wide = np.zeros(len(index), dtype=bool)
         wide[[index[name] for name in self.graph.in_float32(choice)]] = True
-        total: Numbers = value_rows[~wide].sum(axis=0) + read_rows[wide[source] & ~wide[reader]].sum(axis=0)
-        return total
+        total = value_rows[~wide].sum(axis=0) + read_rows[wide[source] & ~wide[reader]].sum(axis=0)
+        return float(total.max(initial=0.0))
 
     def reduced(self, choice: Choice, dropped: Collection[str]) -> Choice:
         """Return a choice without some members, and without weights that only 16-bit ops then read.
@@ -214,6 +205,9 @@ class TuningSearch:
             self.tried.append(tried_set(self.problem, choice, result, step, what))
         return self.results[choice]
 
+    def _measure_ops(self, choice: Choice) -> Accuracy:
+        return self.measure(choice, "solve", f"{len(self.problem.ops(choice))} ops in float32")
+
     def cheapest(self) -> Choice | None:
         """Return the cheapest choice that reaches the accuracy; ``None`` if none does."""
         first = self.measure(self.problem.required, "start", "everything else in 16 bits")
@@ -224,7 +218,9 @@ class TuningSearch:
         if choice is None:
             return None
         choice = self._shrink(choice)
-        return self._drop_ops(choice, "shrink", RUNS)[0] if self._is_unsure() else choice
+        pairs = ((result.noise, self.problem.noise(choice)) for choice, result in self.results.items())
+        unsure = any(max(pair) > min(pair) * UNSURE for pair in pairs)
+        return self._drop_ops(choice, "shrink", RUNS)[0] if unsure else choice
 
     def _solve(self, budget: float, first: Accuracy) -> Choice | None:
         """Return the cheapest choice for a budget that is corrected by measured errors."""
@@ -234,9 +230,7 @@ class TuningSearch:
             point = self.solver.solve(budget / correction)
             if point is None or (best is not None and point.cost >= best.cost):
                 break
-            result = self.measure(
-                point.choice, "solve", f"{len(self.problem.ops(point.choice))} ops in float32"
-            )
+            result = self._measure_ops(point.choice)
             best = point if result.reached else best
             before, correction = correction, self._correction(point.choice, result, correction)
             if result.reached and correction >= before:
@@ -258,8 +252,7 @@ class TuningSearch:
         low, high = 0, len(points) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            ops = f"{len(self.problem.ops(points[middle]))} ops in float32"
-            if self.measure(points[middle], "solve", ops).reached:
+            if self._measure_ops(points[middle]).reached:
                 high = middle
             else:
                 low = middle
@@ -288,11 +281,6 @@ class TuningSearch:
             if smaller == choice:
                 return choice, needed
             choice = smaller  # an op that was needed beside a dropped one may no longer be needed
-
-    def _is_unsure(self) -> bool:
-        """Return whether the error of some run was predicted badly."""
-        pairs = ((result.noise, self.problem.noise(choice)) for choice, result in self.results.items())
-        return any(max(pair) > min(pair) * UNSURE for pair in pairs)
 
     def _drop_ops(
         self, choice: Choice, step: TriedStep, runs: float = math.inf
@@ -406,15 +394,23 @@ class Solver:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         everything = frozenset(self.problem.free)
-        if self.problem.noise(everything) > budget:
+        noise = self.problem.noise(everything)
+        if noise > budget:
             return None
         if budget <= _NEGLIGIBLE**2 * self.problem.noise(frozenset()):  # beyond what numbers can tell apart
-            cost = self.problem.cost(everything)
-            return Point(everything, cost, self.problem.noise(everything), 0.0)
-        least, most = self._limits()
-        kinds = np.zeros(self._count)
-        kinds[: len(self._index)] = [v.free for v in self.problem.graph.values.values()]
-        objective = self._objective(prices or self.problem.prices)
+            return Point(everything, self.problem.cost(everything), noise, 0.0)
+        least, most, kinds = np.zeros(self._count), np.ones(self._count), np.zeros(self._count)
+        for number, (name, value) in enumerate(self.problem.graph.values.items()):
+            kinds[number] = value.free
+            if value.kind is ValueKind.FLOAT32 or name in self.problem.required:
+                least[number] = 1.0
+            elif value.kind is ValueKind.LOW:
+                most[number] = 0.0
+        prices, objective = prices or self.problem.prices, np.zeros(self._count)
+        for name, number in self._index.items():
+            objective[number] = prices.values.get(name, 0.0)
+        for (name, _), number in self._casts.items():
+            objective[number] = prices.casts.get(name, 0.0)
         objective[self._noise] = tie = _TIE * min(objective[objective > 0], default=0.0)
         with _silenced():
             solution = milp(
@@ -432,7 +428,9 @@ class Solver:
 
     def min_ops(self, budget: float) -> int:
         """Return a lower bound on the number of ops in any choice within the budget."""
-        point = self.solve(budget, self.problem.prices.counting(self.problem.graph))
+        paid = self.problem.prices.values
+        ops = self.problem.ops(frozenset(self.problem.free))
+        point = self.solve(budget, Prices({name: 1.0 for name in ops if paid.get(name)}, {}))
         return 0 if point is None else math.ceil(point.bound - 1e-6)
 
     def frontier(self) -> list[Point]:
@@ -471,23 +469,6 @@ class Solver:
                     self._count = max(self._count, cast + 1)
                     sign = 1.0 if up else -1.0
                     rows.add({cast: 1.0, first: sign, second: -sign}, least=0.0)
-
-    def _objective(self, prices: Prices) -> Any:
-        cost = np.zeros(self._count)
-        for name, number in self._index.items():
-            cost[number] = prices.values.get(name, 0.0)
-        for (name, _), number in self._casts.items():
-            cost[number] = prices.casts.get(name, 0.0)
-        return cost
-
-    def _limits(self) -> tuple[Any, Any]:
-        least, most = np.zeros(self._count), np.ones(self._count)
-        for name, value in self.problem.graph.values.items():
-            if value.kind is ValueKind.FLOAT32 or name in self.problem.required:
-                least[self._index[name]] = 1.0
-            elif value.kind is ValueKind.LOW:
-                most[self._index[name]] = 0.0
-        return least, most
 
     def _matrix(self, budget: float) -> tuple[Any, Any, Any]:
         """Return all constraints, including one on the error of each column in units of the budget."""
