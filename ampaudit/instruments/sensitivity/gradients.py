@@ -326,11 +326,8 @@ class GradientErrors(GradientObserver):
     @property
     def relative_error(self) -> float:
         """The squared error of all parameters' gradients relative to their squares; inf if broken."""
-        squares = [
-            torch.stack([(wide - _total(pairs, 1)).square().sum(), wide.square().sum()])
-            for pairs in self._complete.values()
-            for wide in [_total(pairs, 0)]
-        ]
+        pairs = ((wide, _total(self._complete[key], 1)) for key, wide in self.gradients.items())
+        squares = [torch.stack([(wide - low).square().sum(), wide.square().sum()]) for wide, low in pairs]
         error, size = torch.stack(squares).sum(0).tolist() if squares else (0.0, 0.0)
         broken = not math.isfinite(error)
         return math.inf if broken else error / size if size else 0.0
@@ -358,9 +355,8 @@ class ErrorPass(BackwardPass):
         for node, exact in self._exact(entry, low, [None if pair is None else pair[1] for pair in out]):
             self._errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
         if entry.step.site is not None and short_op(entry.step.site.op) in having("piecewise"):
-            for node, exact in self._exact(
-                entry, products, [None if pair is None else pair[0] for pair in out]
-            ):
+            wide = [None if pair is None else pair[0] for pair in out]
+            for node, exact in self._exact(entry, products, wide):
                 self._errors.jumps[entry.step.node, node] = finite_difference(exact, products[node][0])
         yield from products.items()
 

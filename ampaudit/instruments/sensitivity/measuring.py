@@ -19,7 +19,6 @@ from ampaudit.instruments.sensitivity.gradients import GradientProbe
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
 from ampaudit.instruments.sensitivity.probe import (
     PrecisionGraph,
-    PrecisionValue,
     Sensitivities,
     SensitivityPart,
     ValueKind,
@@ -56,19 +55,14 @@ def noise_rows(
         rows[key] += row
     total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
     worst = int(total.argmax()) if total.any() else 0
-    noises = [
-        _noise(graph.values[name], kind, -10.0 * math.log10(row.max()), float(row[worst] / total[worst]))
-        for (name, kind), row in rows.items()
-        if row.max() > 0
-    ]
-    return tuple(sorted((n for n in noises if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
-
-
-def _noise(value: PrecisionValue, kind: NoiseKind, db: float, share: float) -> Noise:
-    site = value.site
-    if site is None:
-        return Noise(value.name, kind, db, share)
-    return Noise(value.name, kind, db, share, site.layer, site.op, finding_source(site))
+    noises: list[Noise] = []
+    for (name, kind), row in rows.items():
+        if row.max() > 0 and (share := float(row[worst] / total[worst])) > _LEAST_SHARE:
+            noise, site = Noise(name, kind, -10.0 * math.log10(row.max()), share), graph.values[name].site
+            if site is not None:
+                noise = replace(noise, layer=site.layer, op=site.op, source=finding_source(site))
+            noises.append(noise)
+    return tuple(sorted(noises, key=lambda noise: -noise.share))
 
 
 def sensitivities_in(audit: Audit) -> Sensitivities:

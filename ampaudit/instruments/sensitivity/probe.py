@@ -8,7 +8,7 @@ product yields the terms of all values, and of all casts of a value for one of i
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -106,27 +106,18 @@ class SensitivityPart:
     measured: list[float] = field(default_factory=list)
 
     def add(self, name: str, probes: Sequence[Collected]) -> None:
-        """Add a column: the mean of its probes."""
+        """Add a column: the mean of its probes, in which missing entries count as 0."""
         self.probes += len(probes)
-        self.columns.append(mean_of(name, probes))
+        own = _mean([one.own for one in probes])
+        reads = [(*pair, energy) for pair, energy in _mean([one.reads for one in probes]).items()]
+        backward = [(*pair, energy) for pair, energy in _mean([one.backward for one in probes]).items()]
+        self.columns.append(ProbedColumn(name, own, reads, backward))
 
     def joined(self, later: SensitivityPart) -> SensitivityPart:
         """Return the results of both, those of later batches last."""
         return SensitivityPart(
             self.columns + later.columns, self.probes + later.probes, self.measured + later.measured
         )
-
-
-def mean_of(name: str, probes: Sequence[Collected]) -> ProbedColumn:
-    """Return the mean of some probes; missing entries count as 0."""
-    reads = _mean([one.reads for one in probes])
-    backward = _mean([one.backward for one in probes])
-    return ProbedColumn(
-        name,
-        _mean([one.own for one in probes]),
-        [(*pair, energy) for pair, energy in reads.items()],
-        [(*pair, energy) for pair, energy in backward.items()],
-    )
 
 
 def _mean(probes: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
@@ -209,20 +200,14 @@ class Sensitivities:
     backward: dict[tuple[str, BackwardKind], Row] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, columns: Iterable[ProbedColumn]) -> Sensitivities:
-        """Return the table of some columns."""
-        table = cls()
-        for column in columns:
-            table.add(column)
-        return table
-
-    def add(self, column: ProbedColumn) -> None:
-        """Add a column; missing entries of it, or of others, count as 0."""
-        at = len(self.columns)
-        self.columns.append(column.name)
-        _extend(self.own, column.own, at)
-        _extend(self.reads, {(value, reader): energy for value, reader, energy in column.reads}, at)
-        _extend(self.backward, {(value, kind): energy for value, kind, energy in column.backward}, at)
+    def of(cls, columns: Sequence[ProbedColumn]) -> Sensitivities:
+        """Return the table of some columns, in which missing entries count as 0."""
+        return cls(
+            [column.name for column in columns],
+            _table([column.own for column in columns]),
+            _table([{(value, reader): e for value, reader, e in column.reads} for column in columns]),
+            _table([{(value, kind): e for value, kind, e in column.backward} for column in columns]),
+        )
 
     def predicted(self, wide: Collection[str]) -> Row:
         """Return the relative squared error of each column with these values in float32.
@@ -239,19 +224,16 @@ class Sensitivities:
         return total
 
 
-def _extend(rows: dict[Key, Row], column: Mapping[Key, float], at: int) -> None:
-    """Append a number to each row."""
-    for key in dict.fromkeys((*rows, *column)):
-        rows[key] = np.append(rows.get(key, np.zeros(at)), column.get(key, 0.0))
+def _table(columns: Sequence[Mapping[Key, float]]) -> dict[Key, Row]:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: np.array([column.get(key, 0.0) for column in columns]) for key in keys}
 
 
 class ErrorCollector(GradientObserver):
     """Adds up (g e)^2 by value and by reader, on the device."""
 
     def __init__(self, names: ValueNames, tape: ErrorTape, dtype: torch.dtype) -> None:
-        self._names = names
-        self._tape = tape
-        self._dtype = dtype
+        self._names, self._tape, self._dtype = names, tape, dtype
         self._references = tape.references
         self.own: dict[str, torch.Tensor] = {}
         self.reads: dict[tuple[str, str], torch.Tensor] = {}
@@ -295,9 +277,8 @@ class ErrorCollector(GradientObserver):
         """Return everything as numbers, fetched from the device at once."""
         tables: tuple[dict[Any, torch.Tensor], ...] = (self.own, self.reads, self.backward)
         every = [energy for table in tables for energy in table.values()]
-        numbers = iter(
-            torch.stack([energy.to(every[0].device) for energy in every]).tolist() if every else []
-        )
+        stacked = torch.stack([energy.to(every[0].device) for energy in every]) if every else None
+        numbers = iter([] if stacked is None else stacked.tolist())
         return Collected(*({key: next(numbers) for key in table} for table in tables))
 
     def _own_error(self, node: fx.Node) -> torch.Tensor | None:
@@ -353,7 +334,11 @@ def probe(
     """
     collector = ErrorCollector(names, tape, dtype)
     customs = CustomBackwards(executor.program, Emulated(), executor.device)
-    dtypes, backend = _float32_dtypes(executor.program), DifferentiableBackend()
+    backend = DifferentiableBackend()
+    dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]]
+    dtypes = dict.fromkeys(executor.program.inputs, (torch.float32,))
+    for step in executor.program.steps:
+        dtypes[step.node] = tuple(WIDE.get(d, d) if d is not None else None for d in step.dtypes)
     backward = BackwardPass(tape, tape.needed, dtypes, backend, customs, backend)
     try:
         backward.run({node: (gradient, gradient) for node, gradient in seed.items()}, collector)
@@ -363,13 +348,6 @@ def probe(
         for node, gradient in seed.items():
             collector.decide(node, gradient)
     return collector.fetched()
-
-
-def _float32_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
-    dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]] = dict.fromkeys(program.inputs, (torch.float32,))
-    for step in program.steps:
-        dtypes[step.node] = tuple(WIDE.get(d, d) if d is not None else None for d in step.dtypes)
-    return dtypes
 
 
 class ErrorTape(Tape):
@@ -432,11 +410,13 @@ def finite_difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 def float_nodes(program: Program) -> frozenset[fx.Node]:
     """Return the nodes with floating-point values, which may have gradients."""
-    nodes = {node for node in program.inputs if float_value(node.meta.get("val")) is not None}
-    for step in program.steps:
-        if any(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in step.dtypes):
-            nodes.add(step.node)
-    return frozenset(nodes)
+    inputs = (node for node in program.inputs if float_value(node.meta.get("val")) is not None)
+    floats = (
+        step.node
+        for step in program.steps
+        if any(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in step.dtypes)
+    )
+    return frozenset((*inputs, *floats))
 
 
 class ValueKind(StrEnum):
@@ -508,9 +488,7 @@ class PrecisionGraph:
         """Return all values that are in float32 if these ops and weights are."""
         wide: set[str] = set()
         for name, value in self.values.items():
-            follows = value.kind is ValueKind.FOLLOW and any(
-                source in wide for source in self.reads.get(name, ())
-            )
+            follows = value.kind is ValueKind.FOLLOW and not wide.isdisjoint(self.reads.get(name, ()))
             if follows or value.kind is ValueKind.FLOAT32 or (value.free and name in chosen):
                 wide.add(name)
         return frozenset(wide)
