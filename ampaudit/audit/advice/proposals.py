@@ -12,12 +12,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.residual import stream_rescaled
 from ampaudit.audit.advice.rewrites import is_returned, rewrites
-from ampaudit.audit.advice.rules import keep_in_float32
+from ampaudit.audit.advice.rules import exemptions_for, propose_exemptions
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Site
 from ampaudit.trace.flow import Flow
@@ -43,11 +42,12 @@ def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Propos
 
     Each item holds alternatives, of which the most accurate counts.
     """
-    yield from rewrites(subject, finding)
+    if alternatives := rewrites(subject, finding):
+        yield alternatives
     for proposal in (*rescaled(subject, finding), *stream_rescaled(subject, finding)):
         yield (proposal,)
-    for proposal in keep_in_float32(subject, finding):
-        yield (proposal,)
+    for exemption in exemptions_for(subject, finding):
+        yield (propose_exemptions(subject, (exemption,)),)
     if subject.context.number_format.name == "float16":
         change = "use bfloat16, which has the range of float32"
         yield (Proposal("dtype", change, "--dtype bfloat16", dtype="bfloat16"),)
@@ -60,10 +60,9 @@ def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     if site is None or context.flow.base(site) not in _PRODUCTS:
         return
     readers = _products_after(subject, site)
-    names = [_weights(subject, s) for s in (site, *readers)]
-    if not readers or any(weights is None for weights in names):
+    first, *after = (_weights(subject, s) for s in (site, *readers))
+    if not first or not after or not all(after):
         return
-    first, *after = [weights for weights in names if weights is not None]
     used = [name for weights in (first, *after) for name in weights]
     if len(used) != len(set(used)) or not _only_used_here(subject, used):
         return
@@ -78,7 +77,12 @@ def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     scales = [(name, -bits) for name in first] + [(name, bits) for name in following]
     lines = [f'model.get_parameter("{name}").mul_(2.0**{power})' for name, power in scales]
     paste = "with torch.no_grad(): " + "; ".join(lines)
-    yield Proposal("rescale", change, paste, model=_with_scales(subject.model, first, following, bits))
+    changed = structural_copy(subject.model)
+    parameters = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name, power in scales:
+            parameters[name].mul_(2.0**power)
+    yield Proposal("rescale", change, paste, model=changed)
 
 
 def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
@@ -105,18 +109,13 @@ def _takes(flow: Flow, product: Site, step: Site) -> bool:
     return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
 
 
-def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
-    """Return the names of weight and bias, if both are parameters."""
-    flow, names = subject.context.flow, list[str]()
+def _weights(subject: AdviceContext, site: Site) -> list[str]:
+    """Return the names of weight and bias; none if one of them is no parameter."""
+    flow, names = subject.context.flow, dict(subject.model.named_parameters(remove_duplicate=False)).keys()
     arguments = flow.arguments(site)
-    for key in ("weight", "bias"):
-        if arguments.get(key) is None:
-            continue
-        place = flow.given(arguments[key])
-        if place is None or place.name not in dict(subject.model.named_parameters(remove_duplicate=False)):
-            return None
-        names.append(place.name)
-    return names or None
+    tensors = [arguments[key] for key in ("weight", "bias") if arguments.get(key) is not None]
+    places = [place for place in map(flow.given, tensors) if place is not None and place.name in names]
+    return [place.name for place in places] if len(places) == len(tensors) else []
 
 
 def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
@@ -129,14 +128,3 @@ def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
     return all(
         ids.count(parameters[n].untyped_storage()._cdata) == 1 and len(places[n].users) == 1 for n in names
     )
-
-
-def _with_scales(model: nn.Module, smaller: list[str], larger: list[str], bits: int) -> nn.Module:
-    changed = structural_copy(model)
-    parameters = dict(changed.named_parameters())
-    with torch.no_grad():
-        for name in smaller:
-            parameters[name].mul_(2.0**-bits)
-        for name in larger:
-            parameters[name].mul_(2.0**bits)
-    return changed

@@ -49,60 +49,60 @@ Likeness = Callable[[Flow, Site], bool]
 _FILLS = having("constant", "fills")
 _ORDERING = having("softmax", "extreme", "index_of_extreme", "orders") | {"logsumexp", "exp", "sigmoid"}
 _HANDING_ON = _FILLS | {"add", "maximum", "minimum", "cat", "stack", "clone", "expand", "triu", "tril"}
-_BACK = 8  # steps
+_BACK = 7  # steps
 Alternatives = tuple[Proposal, ...]
 # the largest has most bits in float16; the smaller ones change the function less
 EPS = (1e-5, 1e-6, 1e-7)
 
 
-def rewrites(subject: AdviceContext, finding: Finding) -> Iterator[Alternatives]:
+def rewrites(subject: AdviceContext, finding: Finding) -> Alternatives:
     """Propose the rewrite that the finding's page recommends, if it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)
-    if site is not None and make is not None:
-        yield from make(subject.context, site)
+    return () if site is None or make is None else make(subject.context, site)
 
 
-def _log_softmax(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+def _log_softmax(context: CheckContext, site: Site) -> Alternatives:
     edits = of_the_line(context, site, log_softmax, reads_from("softmax"))
-    if edits is not None:
-        code = "torch.log_softmax(x, dim)"
-        source = LineChange("log_softmax", site.source) if site.source else None
-        change = f"write {code} for log(softmax(x))"
-        yield (Proposal("rewrite", change, code, edits=edits, source=source),)
+    if edits is None:
+        return ()
+    code = "torch.log_softmax(x, dim)"
+    source = LineChange("log_softmax", site.source) if site.source else None
+    return (Proposal("rewrite", f"write {code} for log(softmax(x))", code, edits=edits, source=source),)
 
 
-def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+def _log_sigmoid(context: CheckContext, site: Site) -> Alternatives:
     edits = of_the_line(context, site, log_sigmoid, reads_from("sigmoid"))
-    if edits is not None:
-        minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
-        code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
-        what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
-        source = LineChange("log_sigmoid", site.source) if site.source else None
-        yield (Proposal("rewrite", f"write {code} for {what}", code, edits=edits, source=source),)
+    if edits is None:
+        return ()
+    minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
+    code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
+    what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
+    source = LineChange("log_sigmoid", site.source) if site.source else None
+    return (Proposal("rewrite", f"write {code} for {what}", code, edits=edits, source=source),)
 
 
-def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+def _scale_first(context: CheckContext, site: Site) -> Alternatives:
     """Scale before the product, if every reader of the scores scales them by the same Python number."""
     result = score_scaling(context.flow, site)
     if result is None:
-        return
+        return ()
     factor, (scaling, *others) = result
     edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
     if edits is None:
-        return
+        return ()
     lines = site.source, scaling.source
     source = LineChange("scale", lines[0], lines[1]) if lines[0] and lines[1] and not others else None
     code = f"(q * {factor:.6g}) @ k.transpose(-2, -1)"
     change = "scale q before the product, not the scores after it"
-    yield (Proposal("rewrite", change, code, edits=edits, source=source),)
+    return (Proposal("rewrite", change, code, edits=edits, source=source),)
 
 
-def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+def _eps(context: CheckContext, site: Site) -> Alternatives:
     """Try larger values of eps that the format can represent; runs decide which preserve the function."""
     match = lost_eps(context, site)
     if match is None:
-        return
+        return ()
     maker, eps = match
     tries: list[Proposal] = []
     for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
@@ -115,31 +115,34 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
         source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
         change = f"eps = {code} for {format_number(eps)} at {maker.id}"
         tries.append(Proposal("rewrite", change, f"eps = {code}", edits=edits, source=source))
-    if tries:
-        yield tuple(tries)
+    return tuple(tries)
 
 
-def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Replace the out-of-range number behind this value, if it is a mask or another limit."""
-    for step, value in large_constants(context, site):
-        limit = context.number_format.max if value > 0 else -context.number_format.max
+def _constant(context: CheckContext, site: Site) -> Alternatives:
+    """Replace the out-of-range number at or before this value, if it is a mask or another limit."""
+    steps = (site, *context.upstream(site, _BACK))
+    numbers = ((step, number) for step in steps for number in context.numbers(step))
+    largest = context.number_format.max
+    match = next(((step, number) for step, number in numbers if largest < abs(number) < math.inf), None)
+    if match is None:
+        return ()
+    step, value = match
 
-        def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
-            if value not in context.numbers(other):
-                return {}
-            return (
-                {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
-            )
+    def as_limit(flow: Flow, other: Site) -> Edits | None:
+        if value not in context.numbers(other):
+            return {}
+        limit = math.copysign(largest, value)
+        return {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
 
-        edits = of_the_line(context, step, as_limit, lambda flow, other: True)
-        if edits is None:
-            continue
-        code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
-        low_precision = all(_is_held(flow, step) for flow in flows_with(context, step))
-        lines = step.source, site.source
-        source = LineChange("number", lines[0], lines[1], value, held=low_precision) if lines[0] else None
-        change = f"{code} for {format_number(value)} at {step.id}"
-        yield (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
+    edits = of_the_line(context, step, as_limit, lambda flow, other: True)
+    if edits is None:
+        return ()
+    code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
+    low_precision = all(_is_held(flow, step) for flow in flows_with(context, step))
+    lines = step.source, site.source
+    source = LineChange("number", lines[0], lines[1], value, held=low_precision) if lines[0] else None
+    change = f"{code} for {format_number(value)} at {step.id}"
+    return (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
 
 
 def _is_held(flow: Flow, step: Site) -> bool:
@@ -150,7 +153,7 @@ def _is_held(flow: Flow, step: Site) -> bool:
     return bool(floats) and low_precision and not any(s is not None and s.role.inserted for s, _ in floats)
 
 
-_BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
+_BY_CODE: dict[str, Callable[[CheckContext, Site], Alternatives]] = {
     "AMP108": _scale_first,
     "AMP113": _constant,
     "AMP202": _eps,
@@ -158,20 +161,6 @@ _BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
     "AMP204": _log_sigmoid,
     "AMP301": _constant,
 }
-
-
-def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, float]]:
-    """Find Python numbers outside the format's range, in an op or in the constants nearest to it."""
-    limit = context.number_format.max
-    frontier, visited = [site], {site.id}
-    for _ in range(_BACK):
-        for step in frontier:
-            large = next((v for v in context.numbers(step) if limit < abs(v) < math.inf), None)
-            if large is not None:
-                yield step, large
-                return
-        frontier = [m for step in frontier for m in context.flow.makers(step) if m.id not in visited]
-        visited |= {m.id for m in frontier}
 
 
 def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> bool:
@@ -191,8 +180,6 @@ def _only_orders(flow: Flow, node: fx.Node) -> bool:
     frontier = [node]
     while frontier:
         current = frontier.pop()
-        if not current.users:
-            continue
         for user in current.users:
             if user in visited:
                 continue
@@ -245,25 +232,20 @@ def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness
     edits: Edits = {}
     for sibling in siblings(context, site):
         for flow in flows_with(context, sibling):
-            if sibling.id != site.id and not alike(flow, sibling):
-                continue
-            site_edits = proof(flow, sibling)
-            if site_edits is None:
-                return None
-            edits |= site_edits
+            if sibling.id == site.id or alike(flow, sibling):
+                site_edits = proof(flow, sibling)
+                if site_edits is None:
+                    return None
+                edits |= site_edits
     return edits or None
 
 
 def siblings(context: CheckContext, site: Site) -> list[Site]:
     """Return the sites with the same op on the same line of code."""
-    flow = context.flow
     if site.source is None:
         return [site]
-    return [
-        other
-        for other in context.graph_sites
-        if other.source == site.source and flow.base(other) == flow.base(site) and not other.role.inserted
-    ]
+    base, same = context.flow.base, (s for s in context.graph_sites if s.source == site.source)
+    return [other for other in same if base(other) == base(site) and not other.role.inserted]
 
 
 def reads_from(op: str) -> Likeness:
@@ -281,19 +263,16 @@ def scaled_at(scaling: Site) -> Likeness:
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
     """Yield each graph that contains a site; a proof for one need not hold in another."""
-    every = context.flow.every
-    if len(every) == 1:
-        yield context.flow
-        return
-    for traced in every:
-        if any(other.id == site.id for other in traced.sites):
+    for traced in context.flow.every:
+        if len(context.flow.every) == 1:
+            yield context.flow
+        elif any(other.id == site.id for other in traced.sites):
             yield Flow(traced)
 
 
 def log_softmax(flow: Flow, site: Site) -> Edits | None:
     """Return the edit of a ``log`` that reads a softmax."""
-    softmax = _logarithm_of(flow, site, "softmax")
-    return None if softmax is None else {site.id: FuseLogSoftmax()}
+    return {site.id: FuseLogSoftmax()} if _logarithm_of(flow, site, "softmax") is not None else None
 
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
@@ -312,17 +291,14 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
 
 def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
     """Return the scale factor of a product's scores and the ops that apply it; ``None`` without proof."""
-    if flow.base(site) not in having("product") or flow.writes(site) or _is_written(flow, flow.node(site)):
-        return None
-    if is_returned(flow, flow.node(site)):
+    node = flow.node(site)
+    written = flow.writes(site) or _is_written(flow, node)
+    if flow.base(site) not in having("product") or written or is_returned(flow, node):
         return None
     readers = flow.readers(site)
     factors = {_factor(flow, reader, site) for reader in readers}
-    if len(factors) != 1 or None in factors:
-        return None
-    (factor,) = factors
-    assert factor is not None
-    return factor, readers
+    factor = factors.pop() if len(factors) == 1 else None
+    return None if factor is None else (factor, readers)
 
 
 def scaling_edits(flow: Flow, site: Site) -> Edits | None:
@@ -368,15 +344,12 @@ def _is_written(flow: Flow, node: fx.Node) -> bool:
 
 
 def _writes_below(flow: Flow, node: fx.Node) -> bool:
-    for user in node.users:
-        site = flow.site(user)
-        if site is None:
-            continue
-        if flow.writes(site) and user.args and user.args[0] is node:
-            return True
-        if site.role is Role.VIEW and _writes_below(flow, user):
-            return True
-    return False
+    sites = ((user, site) for user in node.users if (site := flow.site(user)) is not None)
+    return any(
+        (flow.writes(site) and user.args and user.args[0] is node)
+        or (site.role is Role.VIEW and _writes_below(flow, user))
+        for user, site in sites
+    )
 
 
 def is_returned(flow: Flow, node: fx.Node) -> bool:
@@ -397,11 +370,10 @@ def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
     by, first = arguments.get("other"), arguments.get("self")
     if not isinstance(by, int | float) or isinstance(by, bool) or by == 0:
         return None
-    if flow.writes(reader) or arguments.get("rounding_mode") is not None:
+    dtypes = any(isinstance(value, torch.dtype) for value in arguments.values())
+    if flow.writes(reader) or arguments.get("rounding_mode") is not None or dtypes:
         return None
     maker = flow.maker(first)
     if maker is None or maker.id != product.id or flow.base(reader) not in ("div", "mul"):
-        return None
-    if any(isinstance(value, torch.dtype) for value in arguments.values()):
         return None
     return 1.0 / by if flow.base(reader) == "div" else float(by)

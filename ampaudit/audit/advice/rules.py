@@ -26,7 +26,6 @@ __all__ = [
     "border",
     "exempt_sites",
     "exemptions_for",
-    "keep_in_float32",
     "literal",
     "propose_exemptions",
     "quoted",
@@ -37,13 +36,8 @@ _PROMOTING = ("cat", "concat", "stack", "where")
 _SOURCE = "ampaudit scan --advise"
 
 
-def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Propose to keep one site, then the site and all readers of its out-of-range value."""
-    return (propose_exemptions(subject, (exemption,)) for exemption in exemptions_for(subject, finding))
-
-
 def exemptions_for(subject: AdviceContext, finding: Finding) -> Iterator[Exemption]:
-    """Yield what to keep in float32 because of a finding, the smallest first."""
+    """Yield what to keep in float32 because of a finding: one site, then all readers of its large value."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
     if finding.phase == "weights" and weight is not None:
@@ -150,9 +144,8 @@ def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> 
     """Return whether an op keeps its dtype although one of its inputs is now float32."""
     if site is None:
         return False
-    if site.role.converts or site.decision.cast is Cast.FLOAT32:
-        return True
-    return flow.writes(site) and node.args[0] not in wide
+    converts = site.role.converts or site.decision.cast is Cast.FLOAT32
+    return converts or (flow.writes(site) and node.args[0] not in wide)
 
 
 def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
@@ -199,16 +192,17 @@ def propose_exemptions(subject: AdviceContext, members: Sequence[Exemption]) -> 
     rules += _about_sites("return", back, Cast.LOWER, "later ops run in 16 bits again")
     rules = _with_unique_ids(rules, {rule.id for rule in subject.rules.file.rules})
     what = some_sites(every) if not weights else ", ".join(weights)
-    paste, changed = "\n".join(map(_paste, rules)), _with(subject.rules, rules)
-    stored = subject.rules.file.weights
+    paste, policy = "\n".join(map(_paste, rules)), subject.rules
+    stored = policy.file.weights
     if weights and stored.storage == "lower":
         more = (KeepFp32(parameter=(literal(weight),)) for weight in weights)
         stored = stored.model_copy(update={"keep": (*stored.keep, *more)})
-        file = changed.file.model_copy(update={"weights": stored})
-        changed = RuleSet(file, changed.ops, changed.environment)
         # a weights section replaces the inherited one as a whole
         weights_text = quoted(stored.model_dump(mode="json", exclude_defaults=True))
         paste = f"weights: {weights_text}\nrules:\n{paste}"
+    # the first rule that matches takes precedence
+    file = policy.file.model_copy(update={"rules": (*rules, *policy.file.rules), "weights": stored})
+    changed = RuleSet(file, policy.ops, policy.environment)
     return Proposal("rule", f"keep {what} in float32", paste, rules=changed, exemptions=tuple(members))
 
 
@@ -232,12 +226,6 @@ def _rule(name: str, match: Match, cast: Cast, why: str) -> Rule:
     return Rule(id=f"mine/{name}", match=match, cast=cast, reason=Reason.RANGE, why=why, source=_SOURCE)
 
 
-def _with(rules: RuleSet, more: Sequence[Rule]) -> RuleSet:
-    """Return the policy with rules prepended, so that they take precedence."""
-    file = rules.file.model_copy(update={"rules": (*more, *rules.file.rules)})
-    return RuleSet(file, rules.ops, rules.environment)
-
-
 def literal(name: str) -> str:
     """Escape a name into a glob that matches only it."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
@@ -253,9 +241,11 @@ def _paste(rule: Rule) -> str:
     """Format a rule as YAML, ready to paste into a file that extends the policy."""
     (key, values), *_ = rule.match.model_dump(exclude_defaults=True).items()
     lines = [
-        f"id: {quoted(rule.id)}",
+        f"- id: {quoted(rule.id)}",
         f"match: {{{key}: {quoted(list(values))}}}",
         f"cast: {rule.cast}",
+        f"reason: {rule.reason}",
+        f"why: {quoted(rule.why)}",
+        f"source: {rule.source}",
     ]
-    lines += [f"reason: {rule.reason}", f"why: {quoted(rule.why)}", f"source: {rule.source}"]
-    return "- " + "\n  ".join(lines)
+    return "\n  ".join(lines)
