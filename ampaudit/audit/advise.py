@@ -49,61 +49,6 @@ UNNAMED = ("AMP101", "AMP103")  # whose advice is general: no cause is known
 NOT_RUN = "the model cannot be run so"
 
 
-@dataclass(frozen=True, slots=True)
-class LimitedStreams:
-    """Tries to rescale the streams that limits act on, each once.
-
-    Attributes:
-        attempts: Runs the model under changes.
-        trials: For the weights of each stream, the trial and the sites of the errors that remain.
-    """
-
-    attempts: Attempts
-    trials: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
-
-    def trial(self, finding: Finding, before: frozenset[SiteId]) -> Trial | None:
-        """Return the trial of the rescaled stream, if that removes the finding and adds none."""
-        context = self.attempts.subject.context
-        site = context.site.get(finding.site)
-        if site is None or site not in context.graph_sites:
-            return None
-        stream = find_stream(context.flow, site, context.number_format.max)
-        if not isinstance(stream, Stream):
-            return None
-        sites = (context.flow.site(node) for node in stream.clamps)
-        acting = [each for each in sites if each is not None and limited_peak(context, each) is not None]
-        key = frozenset(stream.weights)
-        if not acting:
-            return None
-        if key not in self.trials:
-            self.trials[key] = self._try(site, acting)
-        result = self.trials[key]
-        return result[0] if result is not None and finding.site not in result[1] <= before else None
-
-    def _try(self, site: Site, limits: list[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
-        subject, unlimited, rescaled = self.attempts.subject, Outputs(), Outputs()
-        edits = {each.id: Bypass() for each in limits}
-        without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), unlimited)
-        if without is None:
-            return None
-        peaks = {each.id: without.observed(each.id).ref_peak for each in without.graph_sites}
-        form = subject.context.number_format
-        change = residual_rescale(subject.model, subject.context.flow, site, peaks, form)
-        if not isinstance(change, ResidualRescale):
-            return None
-        proposal = Proposal("rescale", change.change, change.paste, model=change.applied(subject.model))
-        after = self.attempts.audit(proposal, rescaled)
-        if after is None or not change.is_in(subject.context.flow, after.flow):
-            return None
-        if not _same(unlimited, rescaled):
-            return None
-        attempt = self.attempts.judge(after)
-        if not attempt.keeps:
-            return None
-        failing = frozenset(finding.site for finding in attempt.errors)
-        return _trial(change, (subject.context, without), attempt, limits), failing
-
-
 def _same(first: Outputs, second: Outputs) -> bool:
     """Return whether both runs have bitwise equal FP32 outputs."""
     pairs = [(a[name][0], b[name][0]) for a, b in zip(first, second, strict=True) for name in a]
@@ -111,10 +56,13 @@ def _same(first: Outputs, second: Outputs) -> bool:
 
 
 def _trial(
-    change: ResidualRescale, before: tuple[CheckContext, CheckContext], attempt: Attempt, limits: list[Site]
+    change: ResidualRescale,
+    context: CheckContext,
+    without: CheckContext,
+    attempt: Attempt,
+    limits: Sequence[Site],
 ) -> Trial:
-    """Compare the error that the limits cause with that of the rescaled stream."""
-    context, without = before
+    """Compare the error that limits cause with that of the rescaled stream."""
     errors, cost = len(attempt.errors), worst_db(without.record.edited)
     makers = (context.flow.makers(each)[0] for each in limits)
     peak = max(without.observed(maker.id).ref_peak for maker in makers)
@@ -153,24 +101,19 @@ def advised(
         return tuple(findings), None
     subject = AdviceContext(source.model, plan.rules, context)
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding), on_progress)
-    advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors), LimitedStreams(attempts))
+    advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
     later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
     annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}
     form = context.number_format.name
     for number, finding in enumerate(errors[:TRIED]):
         on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
-        annotated[id(finding)] = _with_trials(finding, advisor.trials(finding), form)
-    combined = combined_policy(attempts, findings, advisor.exemptions)
+        result = replace(finding, tried=advisor.trials(finding))
+        if result.unhelped and result.code in UNNAMED:  # the trials refute its general advice
+            advice = f"nothing that was tried helps: change the code so that its values stay within {form}"
+            result = replace(result, advice=advice)
+        annotated[id(finding)] = result
+    combined = _Search(attempts, errors, advisor.exemptions).policy()
     return tuple(annotated.get(id(f), f) for f in findings), combined
-
-
-def _with_trials(finding: Finding, tried: tuple[Trial, ...], form: str) -> Finding:
-    """Add the trials to a finding; if none helps, they refute its general advice, which is replaced."""
-    result = replace(finding, tried=tried)
-    if not result.unhelped or result.code not in UNNAMED:
-        return result
-    advice = f"nothing that was tried helps: change the code so that its values stay within {form}"
-    return replace(result, advice=advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +124,18 @@ class _Advisor:
         attempts: Runs the model under changes.
         before: Sites of the errors without a change.
         errors: Number of errors without a change.
-        limited: Streams that a limit acts on.
         exemptions: Exemption that removes a finding, by the finding's site.
         rescales: Attempts to rescale weights, by code: one that fixes a stream fixes all errors on it.
+        streams: For the weights of each stream that a limit acts on, the trial to rescale it, and the sites
+            of the errors that remain.
     """
 
     attempts: Attempts
     before: frozenset[SiteId]
     errors: int
-    limited: LimitedStreams
     exemptions: dict[SiteId, Exemption] = field(default_factory=dict)
     rescales: dict[str, Attempt | None] = field(default_factory=dict)
+    streams: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
         """Return the smallest change that removes a finding, and one of another kind; cures come first.
@@ -214,10 +158,48 @@ class _Advisor:
                 successes.append(replace(best, code=self._code(proposal, finding, best)))
         # cures first, and of fixes rules, which combine
         if all(trial.kind != "rescale" for trial in successes):
-            limited = self.limited.trial(finding, self.before)
+            limited = self._without_limits(finding)
             successes[:0] = [limited] if limited is not None else []
         successes.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
         return tuple(successes[:SHOWN] or failed)
+
+    def _without_limits(self, finding: Finding) -> Trial | None:
+        """Return the trial of a rescaled stream with limits, if it removes the finding and adds none."""
+        context = self.attempts.subject.context
+        site = context.site.get(finding.site)
+        if site is None or site not in context.graph_sites:
+            return None
+        stream = find_stream(context.flow, site, context.number_format.max)
+        clamps = (context.flow.site(node) for node in (stream.clamps if isinstance(stream, Stream) else ()))
+        acting = [each for each in clamps if each is not None and limited_peak(context, each) is not None]
+        if not isinstance(stream, Stream) or not acting:
+            return None
+        key = frozenset(stream.weights)
+        if key not in self.streams:
+            self.streams[key] = self._rescaled(site, acting)
+        result = self.streams[key]
+        return result[0] if result is not None and finding.site not in result[1] <= self.before else None
+
+    def _rescaled(self, site: Site, limits: Sequence[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
+        subject, unlimited, rescaled = self.attempts.subject, Outputs(), Outputs()
+        edits = {each.id: Bypass() for each in limits}
+        without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), unlimited)
+        if without is None:
+            return None
+        peaks = {each.id: without.observed(each.id).ref_peak for each in without.graph_sites}
+        form = subject.context.number_format
+        change = residual_rescale(subject.model, subject.context.flow, site, peaks, form)
+        if not isinstance(change, ResidualRescale):
+            return None
+        proposal = Proposal("rescale", change.change, change.paste, model=change.applied(subject.model))
+        after = self.attempts.audit(proposal, rescaled)
+        if after is None or not change.is_in(subject.context.flow, after.flow):
+            return None
+        attempt = self.attempts.judge(after) if _same(unlimited, rescaled) else None
+        if attempt is None or not attempt.keeps:
+            return None
+        failing = frozenset(finding.site for finding in attempt.errors)
+        return _trial(change, subject.context, without, attempt, limits), failing
 
     def _try(self, proposal: Proposal, finding: Finding) -> Trial:
         """Try a change; it fails unless it removes the finding and preserves the model's function."""
@@ -280,44 +262,6 @@ def _text(context: CheckContext, finding: Finding, errors: int) -> str:
     return f"{values}; {outputs_text(context, errors)}"
 
 
-def combined_policy(
-    attempts: Attempts, findings: Sequence[Finding], sufficient: Mapping[SiteId, Exemption]
-) -> CombinedPolicy | None:
-    """Return one policy for all errors, or for some; ``None`` if no rule helps any of them.
-
-    Args:
-        attempts: Runs the model under changes.
-        findings: Findings of the scan.
-        sufficient: The exemption that removes a finding by itself, by the finding's site.
-    """
-    errors = errors_of(findings)
-    search = _Search(attempts, len(errors), sufficient)
-    candidate = search.best(errors)
-    if candidate is None:
-        return None
-    members, proposal, attempt = candidate
-    before, rules = attempts.subject.context, attempts.subject.rules
-    sites = exempt_sites(attempts.subject, members)
-    change = f"keep {plural(len(sites), 'op')} in float32"
-    name = f"{rules.name[:55]}-advised"
-    head = {"name": name, "title": f"{rules.name}, with {plural(len(sites), 'op')} in float32"}
-    lines = [f"{key}: {quoted(value)}" for key, value in head.items()]
-    listed = proposal.paste if proposal.paste.startswith("weights:") else f"rules:\n{proposal.paste}"
-    return CombinedPolicy(
-        change=change,
-        name=name,
-        extends=rules.location,
-        text="\n".join((*lines, CombinedPolicy.frame(rules.location), listed, "")),
-        code=search.code(members) if attempt.cures else "",
-        before=outputs_text(before, len(errors)),
-        after=outputs_text(attempt.context, len(attempt.errors)),
-        outcome="cure" if attempt.cures else "fix",
-        left=tuple(f"{f.code} at {f.site}" for f in attempt.errors),
-        before_db=decibels(before),
-        after_db=decibels(attempt.context),
-    )
-
-
 class _Candidate(NamedTuple):
     members: list[Exemption]
     proposal: Proposal
@@ -326,52 +270,76 @@ class _Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
+    """Searches one policy for several errors; exemptions are by the site of their error."""
+
     attempts: Attempts
-    errors: int
-    sufficient: Mapping[SiteId, Exemption]
+    errors: Sequence[Finding]
+    sufficient: Mapping[SiteId, Exemption]  # each removes its error by itself
+    alternatives: dict[SiteId, Iterator[Exemption]] = field(default_factory=dict)  # not tried yet
+    members: dict[SiteId, Exemption] = field(default_factory=dict)
     runs: int = 0
 
-    def best(self, errors: Sequence[Finding]) -> _Candidate | None:
+    def policy(self) -> CombinedPolicy | None:
+        """Return one policy for all errors, or for some; ``None`` if no rule helps any of them."""
+        candidate = self._best()
+        if candidate is None:
+            return None
+        members, proposal, attempt = candidate
+        subject, code = self.attempts.subject, ""
+        version = with_code(subject, members) if attempt.cures else None
+        if version is not None and (again := self.attempts.run(version[1])) is not None and again.cures:
+            code = version[0]
+        rules, ops = subject.rules, plural(len(exempt_sites(subject, members)), "op")
+        name = f"{rules.name[:55]}-advised"
+        lines = [f"name: {quoted(name)}", f"title: {quoted(f'{rules.name}, with {ops} in float32')}"]
+        listed = proposal.paste if proposal.paste.startswith("weights:") else f"rules:\n{proposal.paste}"
+        return CombinedPolicy(
+            change=f"keep {ops} in float32",
+            name=name,
+            extends=rules.location,
+            text="\n".join((*lines, CombinedPolicy.frame(rules.location), listed, "")),
+            code=code,
+            before=outputs_text(subject.context, len(self.errors)),
+            after=outputs_text(attempt.context, len(attempt.errors)),
+            outcome="cure" if attempt.cures else "fix",
+            left=tuple(f"{f.code} at {f.site}" for f in attempt.errors),
+            before_db=decibels(subject.context),
+            after_db=decibels(attempt.context),
+        )
+
+    def _best(self) -> _Candidate | None:
         """Start with the smallest exemption of each error, and enlarge those that do not suffice."""
-        alternatives: dict[SiteId, Iterator[Exemption]] = {}
-        members: dict[SiteId, Exemption] = {}
         best: _Candidate | None = None
-        failing: Sequence[Finding] = errors
+        failing = self.errors
         for _ in range(ROUNDS):
             # an error at a new site, such as a cast, is that of a site that was known before
-            grown = self._enlarge(failing, alternatives, members)
-            if not grown and not self._enlarge(errors, alternatives, members):
+            if not self._enlarge(failing) and not self._enlarge(self.errors):
                 break
-            candidate = self._run(list(members.values()))
+            candidate = self._run(list(self.members.values()))
             if candidate is None:
-                failing = errors
+                failing = self.errors
                 continue
             attempt = candidate.attempt
             if attempt.cures:
                 return self._reduce(candidate)
-            fewest = self.errors if best is None else len(best.attempt.errors)
+            fewest = len(self.errors if best is None else best.attempt.errors)
             if attempt.keeps and len(attempt.errors) < fewest:
                 best = candidate
-            failing = attempt.errors or errors
+            failing = attempt.errors or self.errors
         return best
 
-    def _enlarge(
-        self,
-        failing: Sequence[Finding],
-        alternatives: dict[SiteId, Iterator[Exemption]],
-        members: dict[SiteId, Exemption],
-    ) -> bool:
+    def _enlarge(self, failing: Sequence[Finding]) -> bool:
         """Take the next alternative of each failing finding; return whether there was one."""
         grown = False
         for finding in failing:
             site, sufficient = finding.site, self.sufficient.get(finding.site)
-            if site not in alternatives:
+            if site not in self.alternatives:
                 # together with others the smallest may do; otherwise continue with the sufficient one
                 every = list(exemptions_for(self.attempts.subject, finding))
                 start = every.index(sufficient) if sufficient in every else 1
-                alternatives[site] = iter(every[:1] + every[max(start, 1) :])
-            for exemption in islice(alternatives[site], 1):
-                members[site], grown = exemption, True
+                self.alternatives[site] = iter(every[:1] + every[max(start, 1) :])
+            for exemption in islice(self.alternatives[site], 1):
+                self.members[site], grown = exemption, True
         return grown
 
     def _run(self, members: list[Exemption]) -> _Candidate | None:
@@ -398,11 +366,3 @@ class _Search:
                 half = len(dropped) // 2
                 pending += [dropped[:half], dropped[half:]]
         return candidate
-
-    def code(self, members: Sequence[Exemption]) -> str:
-        """Return PyTorch code that fixes everything as well; empty if there is none."""
-        version = with_code(self.attempts.subject, members)
-        if version is None:
-            return ""
-        attempt = self.attempts.run(version[1])
-        return version[0] if attempt is not None and attempt.cures else ""
