@@ -149,6 +149,5 @@ def decibels(context: CheckContext) -> float | None:
 def outputs_text(context: CheckContext, errors: int) -> str:
     """Summarize a run in a few words: the worst output and the number of errors."""
     worst = worst_db(context.record.outputs)
-    outputs = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
-    outputs = "outputs broken" if worst == -math.inf else outputs
-    return f"{outputs}; {plural(errors, 'error')}"
+    words = {math.inf: "exact", -math.inf: "broken"}
+    return f"outputs {words.get(worst, f'{worst:.0f} dB')}; {plural(errors, 'error')}"

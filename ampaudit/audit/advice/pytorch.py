@@ -91,15 +91,16 @@ def with_code(subject: AdviceContext, members: Sequence[Exemption]) -> tuple[str
     sites = subject.context.graph_sites
     promoted = (s.id for s in sites if s.decision.cast is Cast.FLOAT32 and s.decision.rule not in usual)
     every = {*exempt_sites(subject, members), *(site for site in promoted if rules is not subject.rules)}
-    layers = _outermost(_layers(subject, every))
+    layers = _layers(subject, every)
+    layers = [n for n in layers if not any(n != other and _lies_in(n, other) for other in layers)]
     if not layers or "" in layers:
         return None
     if rules.file.weights.storage == "lower":
         wide = frozenset(s.id for s in sites if any(_lies_in(s.layer, layer) for layer in layers))
         back = _layers(subject, border(subject, wide))
         cast = [*layers, *(n for n in back if not any(_lies_in(layer, n) for layer in layers))]
-        weights = rules.file.weights
         more = (KeepFp32(parameter=(f"{literal(layer)}.*",)) for layer in layers)
+        weights = rules.file.weights
         weights = weights.model_copy(update={"keep": (*weights.keep, *more)})
         rules = RuleSet(rules.file.model_copy(update={"weights": weights}), rules.ops, rules.environment)
         tried = _STORED.replace("CAST", _listed(cast))
@@ -141,25 +142,21 @@ def _eager(subject: AdviceContext) -> RuleSet | None:
     rules = subject.rules
     if rules.file.level != "calls":
         return None
-    if rules.file.weights.storage == "lower":
-        name = "half"
-    else:
+    name: str | None = "half"
+    if rules.file.weights.storage != "lower":
         origins = {rule.id.partition("/")[0] for rule in rules.file.rules}
-        name = next((name for name in ("torch-cpu", "torch-cuda") if name in origins), "")
-        if not any(True for _ in subject.model.parameters()):
-            return None  # without parameters, the device for the code is unknown
-    if not name or not (rules.file.autocast or name == "half"):
-        return None
-    return rules if name == rules.location else load_policy(name).for_environment(rules.environment)
+        name = next((name for name in ("torch-cpu", "torch-cuda") if name in origins), None)
+        # without parameters, the device for the code is unknown
+        if not rules.file.autocast or next(subject.model.parameters(), None) is None:
+            return None
+    if name is None or name == rules.location:
+        return None if name is None else rules
+    return load_policy(name).for_environment(rules.environment)
 
 
 def _layers(subject: AdviceContext, sites: Collection[SiteId]) -> list[str]:
     """Return the layers of sites, in graph order."""
     return list(dict.fromkeys(site.layer for site in subject.context.graph_sites if site.id in sites))
-
-
-def _outermost(layers: Sequence[str]) -> list[str]:
-    return [n for n in layers if not any(n != other and _lies_in(n, other) for other in layers)]
 
 
 def _lies_in(layer: str, other: str) -> bool:

@@ -30,7 +30,7 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import CAST_OPS, base_name, named_arguments
-from ampaudit.trace.values import torch_dtype
+from ampaudit.trace.values import dtype_name, torch_dtype
 
 __all__ = ["ResidualRescale", "residual_rescale", "stream_rescaled"]
 
@@ -76,8 +76,8 @@ class ResidualRescale:
         lines = [
             "with torch.no_grad():",
             "    weights = dict(model.named_parameters(remove_duplicate=False))",
+            "    weights |= dict(model.named_buffers(remove_duplicate=False))",
         ]
-        lines.append("    weights |= dict(model.named_buffers(remove_duplicate=False))")
         for power in sorted(set(self.weights.values())):
             lines += _loop([name for name, exponent in self.weights.items() if exponent == power], "    ")
             lines.append(f"        weights[name].mul_(2.0**{power})")
@@ -224,11 +224,8 @@ def _attribute(module: nn.Module, value: float) -> str | None:
     """Return the name of the only attribute with a value; an eps of ``None`` is float32's."""
     unset = torch.finfo(torch.float32).eps
     values = {name: unset if number is None else number for name, number in vars(module).items()}
-    names = [
-        name
-        for name, number in values.items()
-        if isinstance(number, float) and number == value and name.isidentifier()
-    ]
+    equal = (name for name, number in values.items() if isinstance(number, float) and number == value)
+    names = [name for name in equal if name.isidentifier()]
     eps_names = [name for name in names if "eps" in name.lower()] or names
     return eps_names[0] if len(eps_names) == 1 else None
 
@@ -245,9 +242,7 @@ def _loss(model: nn.Module, weights: Mapping[str, int], form: NumberFormat) -> f
         tensor = tensor.detach()
         scaled = tensor * 2.0**power
         if not torch.equal(scaled * 2.0**-power, tensor):
-            return Refusal(
-                f"{name} times 2^{power} is subnormal in {str(tensor.dtype).removeprefix('torch.')}"
-            )
+            return Refusal(f"{name} times 2^{power} is subnormal in {dtype_name(tensor.dtype)}")
         before, after = (_decibels(each, torch_dtype(form)) for each in (tensor, scaled))
         if before - after > _LOSS_DB:
             what = f"{before:.0f} dB become {after:.0f}"

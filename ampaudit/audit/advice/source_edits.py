@@ -200,15 +200,12 @@ def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.exp
 def _is_dim(call: ast.Call) -> bool:
     """Return whether a call only passes a dimension, so that it is a tensor method and not a module."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    only_dim = all(keyword.arg == "dim" for keyword in call.keywords)
-    return only_dim and len(values) == 1 and isinstance(_literal(values[0]), int)
-
-
-def _literal(node: ast.expr) -> object:
+    if len(values) != 1 or any(keyword.arg != "dim" for keyword in call.keywords):
+        return False
     try:
-        return ast.literal_eval(node)
+        return isinstance(ast.literal_eval(values[0]), int)
     except ValueError:
-        return None
+        return False
 
 
 def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
@@ -217,12 +214,10 @@ def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
     later = file.statement(change.second.line) if change.second is not None else None
     if statement is None or later is None:
         return []
-    if later is statement:
-        scalings = [s for s in _scalings(file, statement) if _operands(file, s[1]) is not None]
-        return (
-            [replacement(file, scalings[0][0], _code(file, *scalings[0][1:]))] if len(scalings) == 1 else []
-        )
-    return _on_two_lines(file, statement, later)
+    if later is not statement:
+        return _on_two_lines(file, statement, later)
+    scalings = [s for s in _scalings(file, statement) if _operands(file, s[1]) is not None]
+    return [replacement(file, scalings[0][0], _code(file, *scalings[0][1:]))] if len(scalings) == 1 else []
 
 
 Scaling = tuple[ast.expr, ast.expr, ast.expr, str]  # the whole, the product, the number, the operator
@@ -263,18 +258,13 @@ def _code(file: SourceFile, product: ast.expr, number: ast.expr, operator: str) 
     operands = _operands(file, product)
     assert operands is not None
     first, before, after = operands
-    q = file.code(first) if _binds_tightly(first) else f"({file.code(first)})"
+    tight = isinstance(first, ast.BinOp) and isinstance(first.op, ast.Mult | ast.Div | ast.MatMult)
+    q = file.code(first) if tight else parenthesized(file, first)
     scaled = f"{q} {operator} {parenthesized(file, number)}"
     if before.endswith("(") and after.startswith(")") and isinstance(product, ast.BinOp):
         before, after = before[:-1], after[1:]
     inside = isinstance(product, ast.Call) and before.rstrip().endswith("(") and product.args[:1] == [first]
     return f"{before}{scaled}{after}" if inside else f"{before}({scaled}){after}"
-
-
-def _binds_tightly(node: ast.expr) -> bool:
-    atoms = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
-    product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.MatMult)
-    return isinstance(node, atoms) or product
 
 
 def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[Fix]:
@@ -322,14 +312,11 @@ def _the_scaling(
 
 def _is_pure(number: ast.expr) -> bool:
     """Return whether an expression is free of side effects, so that it can move within its block."""
-    for node in ast.walk(number):
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else None
-            if name not in _PURE:
-                return False
-        elif isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda):
-            return False
-    return True
+    parts = list(ast.walk(number))
+    functions = [part.func for part in parts if isinstance(part, ast.Call)]
+    effects = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
+    pure = all(isinstance(each, ast.Attribute) and each.attr in _PURE for each in functions)
+    return pure and not any(isinstance(part, effects) for part in parts)
 
 
 class SourceFile:
@@ -352,11 +339,8 @@ class SourceFile:
 
     def statement(self, line: int) -> ast.stmt | None:
         """Return the innermost statement that covers a line; ``None`` if there is none or several."""
-        around = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        ]
+        statements = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
+        around = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
         holders = {self.parent.get(node) for node in around}
         innermost = [node for node in around if node not in holders]
         return innermost[0] if len(innermost) == 1 else None
@@ -480,12 +464,9 @@ class SourceFile:
                     full_names[alias.asname or first] = alias.name if alias.asname else first
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 full_names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name | ast.arg))
-        bound = {
-            node.arg if isinstance(node, ast.arg) else node.id
-            for node in names
-            if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
-        }
+        nodes = list(ast.walk(self.tree))
+        bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         return {name: full for name, full in full_names.items() if name not in bound}
 
 
@@ -534,10 +515,8 @@ def diff_of(proposal: Proposal) -> str:
     if change is None or is_library(change.line.file):
         return ""
     text = _text_of(change)
-    if text is None:
-        return ""
-    after = _rewritten(text, change)
-    if after is None or after == text:
+    after = None if text is None else _rewritten(text, change)
+    if text is None or after is None or after == text:
         return ""
     return "\n".join(diff_lines(relative_path(change.line.file), text, after)) + "\n"
 
