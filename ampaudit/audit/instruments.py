@@ -13,7 +13,7 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["Measuring", "checks_of", "requested", "sections_of", "with_recorders"]
+__all__ = ["Measuring", "checks_of", "requested"]
 
 
 class Measuring(Protocol):
@@ -40,19 +40,7 @@ def requested(config: ScanConfig) -> tuple[Instrument, ...]:
     return tuple(instrument for instrument in instruments() if getattr(config, instrument.name))
 
 
-def with_recorders(plan: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
-    """Add the recorders of all requested instruments to the configuration of a run."""
-    for instrument in requested(config):
-        plan = measuring(instrument).configured(plan, source, config)
-    return plan
-
-
 def checks_of(chosen: Iterable[Instrument]) -> Iterator[Check]:
     """Yield the checks of instruments."""
     for instrument in chosen:
         yield from measuring(instrument).checks
-
-
-def sections_of(chosen: Iterable[Instrument], audit: Audit, number_format: NumberFormat) -> dict[str, Any]:
-    """Return the sections of a report by the names of their instruments."""
-    return {each.name: measuring(each).section(audit, number_format) for each in chosen}

@@ -10,19 +10,20 @@ import psutil
 import torch
 
 from ampaudit.audit.advise import advised
-from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
-from ampaudit.audit.checks.interface import CheckContext, context_of
+from ampaudit.audit.checks import ALL_CHECKS, run_checks
+from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
-from ampaudit.audit.instruments import checks_of, requested, sections_of, with_recorders
+from ampaudit.audit.instruments import checks_of, requested
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit, stressed
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.instruments import measuring
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
@@ -226,7 +227,9 @@ def _planned(
             )
         if contract.words and not config.static:
             plan = replace(plan, backend=ContractBackend(contract))
-        plans.append(with_recorders(plan, source, config))
+        for instrument in requested(config):
+            plan = measuring(instrument).configured(plan, source, config)
+        plans.append(plan)
     return source, plans
 
 
@@ -266,34 +269,13 @@ def _concluded(
     advising = (config.advise or config.diff) and not config.ranges and not config.static
     if advising:
         findings, combined = advised(findings, source, plan, context, config, hiding, on_progress)
-    report = _report(audit, context, findings, (source, rules, config))
-    if usual is not None:
-        before = context_of(usual, form, config.changed(contract=""))
-        report = replace(report, changed=changed_verdicts(before, context, report))
-    stress = config.stress > 0 and not config.static
-    return replace(
-        report,
-        combined=combined,
-        advised=advising,
-        sections=sections_of(instruments, audit, form),
-        stressed=stressed(source, audit, plan, context, config, on_progress) if stress else (),
-    )
-
-
-def _report(
-    audit: Audit,
-    context: CheckContext,
-    findings: tuple[Finding, ...],
-    subject: tuple[ModelSource, RuleSet, ScanConfig],
-) -> Report:
-    source, rules, config = subject
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
     native = audit.record.backend == "native" and not config.static
-    info = RunInfo(
+    run = RunInfo(
         device=audit.record.device,
         backend="float32" if config.ranges else audit.record.backend,
-        dtype=context.number_format.name,
+        dtype=form.name,
         policy="fp32" if config.ranges else rules.name,
         batches=audit.record.batches // (config.steps or 1),
         steps=config.steps,
@@ -304,12 +286,21 @@ def _report(
         inputs=source.inputs,
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    report = build_report(
-        context, findings, audit.converted, model, info, config.fail_on, promoted=audit.promoted
-    )
+    report = build_report(context, findings, audit, model, run, config.fail_on)
+    if usual is not None:
+        before = context_of(usual, form, config.changed(contract=""))
+        report = replace(report, changed=changed_verdicts(before, context, report))
+    stress = config.stress > 0 and not config.static
     reference = source.reference
-    against = None if reference is None else against_report(context, reference.location)
-    return replace(report, notes=(*source.notes, *report.notes), against=against)
+    return replace(
+        report,
+        notes=(*source.notes, *report.notes),
+        against=None if reference is None else against_report(context, reference.location),
+        combined=combined,
+        advised=advising,
+        sections={each.name: measuring(each).section(audit, form) for each in instruments},
+        stressed=stressed(source, audit, plan, context, config, on_progress) if stress else (),
+    )
 
 
 def _memory(source: ModelSource, device: torch.device, config: ScanConfig, share: Share) -> int | None:
@@ -346,7 +337,13 @@ def _with_loss(source: ModelSource, settings: ScanConfig) -> ModelSource:
         UsageError: An option supports the forward pass only.
         InputError: No parameter requires a gradient.
     """
-    _refuse_forward_only(settings, source)
+    if source.release is not None:
+        raise UsageError("--backward cannot be combined with --stream", hint="leave out --stream")
+    if source.kind in ("pt2", "converted"):
+        raise UsageError(
+            f"--backward: {source.location} is an exported program, which has no loss",
+            hint="scan the Python model",
+        )
     if not any(parameter.requires_grad for parameter in source.model.parameters()):
         raise InputError(
             "no parameter of the model requires a gradient",
@@ -365,13 +362,3 @@ def _loss_scale(plan: RunConfig, config: ScanConfig) -> StartingScale:
         return StartingScale(config.loss_scale, False, "as given")
     assert plan.rules is not None, "--ranges has no backward pass"
     return starting_scale(plan.rules.file.loss_scale, plan.number_format)
-
-
-def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:
-    if source.release is not None:
-        raise UsageError("--backward cannot be combined with --stream", hint="leave out --stream")
-    if source.kind in ("pt2", "converted"):
-        raise UsageError(
-            f"--backward: {source.location} is an exported program, which has no loss",
-            hint="scan the Python model",
-        )

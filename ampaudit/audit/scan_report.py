@@ -10,7 +10,7 @@ from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.audit.checks.coverage import gaps_of
-from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
+from ampaudit.audit.checks.interface import HANDS_ON, CheckContext, finding_source, source_of
 from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.core import __version__
 from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
@@ -34,17 +34,18 @@ from ampaudit.report.model import (
     WeightMemory,
     WhatIf,
 )
+from ampaudit.run.audit import Audit
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import ReadStats
 from ampaudit.trace import Role, Site
-from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
 
+SiteVerdict = Literal["proved", "observed", "overflows", "poisoned", "not observed"]
 _MOST_ANSWERS = 2  # distinct values that are listed for one line
 THIS_TOOL = ToolInfo("ampaudit", __version__)
 
@@ -54,7 +55,6 @@ CONTRACT = (
 )
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
 _MOST_TAILS = 5  # sites whose tail risk is estimated
-_HANDS_ON = (Role.VIEW, Role.SELECT)
 _COVERED = (
     GapKind.NOT_RUN,
     GapKind.OPAQUE,
@@ -67,17 +67,16 @@ _COVERED = (
 def build_report(
     context: CheckContext,
     findings: tuple[Finding, ...],
-    converted: ConvertedModel,
+    audit: Audit,
     model: ModelInfo,
     run: RunInfo,
     fail_on: FailOnGaps,
-    promoted: tuple[SiteId, ...] = (),
 ) -> Report:
-    """Return the report of one audit; ``promoted`` holds the sites that measured rules promoted."""
+    """Return the report of one audit."""
     hidden = {(f.code, f.site) for f in findings if f.suppressed is not None}
     all_gaps = gaps_of(context)
     gaps = tuple(gap for gap in all_gaps if (gap.kind.code, gap.site) not in hidden)
-    memory = converted.weight_bytes
+    memory = audit.converted.weight_bytes
     return Report(
         schema=SCHEMA,
         tool=THIS_TOOL,
@@ -92,7 +91,7 @@ def build_report(
         outputs=tuple(_output_accuracy(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
-        promoted=promoted,
+        promoted=audit.promoted,
         proofs=_proofs(context),
         tails=_tails(context),
         path=path_report(context),
@@ -130,10 +129,9 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
     floats = [site for site in context.sites if site.dtype is not None]
     measured = [s for s in floats if s.id in context.record.observations]
-    handed_on = [s for s in floats if s.role in _HANDS_ON]
     return Coverage(
         sites=len(floats),
-        audited=len(measured) + sum(s.id not in context.record.observations for s in handed_on),
+        audited=sum(s.id in context.record.observations or s.role in HANDS_ON for s in floats),
         measured=len(measured),
         proved=len(context.proved),
         integer_sites=len(context.sites) - len(floats),
@@ -149,6 +147,13 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
     stats = context.record.observations.get(site.id)
     what_if, forward = None, None
     bound = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    verdict: SiteVerdict = "observed" if stats is not None or site.role in HANDS_ON else "not observed"
+    if site.id in context.broken_sites:
+        verdict = "overflows" if site.id in context.origins else "poisoned"
+    elif site.id in context.proved:
+        verdict = "proved"
+    gradients = context.record.gradients
+    gradient = gradients.sites.get(site.id) if gradients is not None else None
     if stats is not None:
         forward = _forward(stats, context.number_format, context.record.names.get(stats.peak_batch))
         if context.ranges_only:
@@ -165,10 +170,10 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
         reason=site.decision.reason,
         why=site.decision.why,
         source=finding_source(site),
-        verdict=_verdict(context, site, stats),
-        by_design=site.id in context.record.by_design or site.id in context.parameter_free,
+        verdict=verdict,
+        by_design=site.id in context.by_design,
         forward=forward,
-        gradient=gradient_of(context, site),
+        gradient=None if gradient is None else _gradient(context, gradient),
         bound=_finite(bound.peak) if bound is not None else None,
         bound_inside=_finite(bound.inside) if bound is not None else None,
         inside=stats.inside_peak if stats is not None and stats.inside_peak > 0 else None,
@@ -186,10 +191,8 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
-    risks = (
-        (s.id, tail_risk(list(context.observed(s.id).batch_peaks.values()), limit, samples))
-        for s in sites[:_MOST_TAILS]
-    )
+    peaks = {site.id: list(context.observed(site.id).batch_peaks.values()) for site in sites[:_MOST_TAILS]}
+    risks = ((site, tail_risk(values, limit, samples)) for site, values in peaks.items())
     return tuple(
         Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in risks if r is not None
     )
@@ -201,18 +204,6 @@ def _proofs(context: CheckContext) -> Proofs | None:
         return None
     contract = f"{_ON_PATH}; {CONTRACT}" if context.record.path.paths else CONTRACT
     return Proofs(table.assumed, len(table.proved), len(table.bounds), table.uncovered, contract)
-
-
-def _verdict(
-    context: CheckContext, site: Site, stats: Observation | None
-) -> Literal["proved", "observed", "overflows", "poisoned", "not observed"]:
-    if any(origin.site == site.id for origin in context.record.origins):
-        return "overflows"
-    if any(site.id in origin.poisons for origin in context.record.origins):
-        return "poisoned"
-    if site.id in context.proved:
-        return "proved"
-    return "observed" if stats is not None or site.role in _HANDS_ON else "not observed"
 
 
 def _forward(stats: Observation, form: NumberFormat, batch: str | None) -> Forward:
@@ -281,13 +272,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
-    """Return the gradient of a site's output, if it was measured."""
-    record = context.record.gradients
-    stats = record.sites.get(site.id) if record is not None else None
-    return None if stats is None else _gradient(context, stats)
-
-
 def backward_report(context: CheckContext) -> BackwardReport | None:
     """Return everything about the backward pass that is not specific to one site."""
     record = context.record.gradients
@@ -300,7 +284,10 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
         loss_scale=record.scale,
         dynamic=record.dynamic,
         scale_from=record.scale_from,
-        losses=tuple(_loss(*values) for values in record.losses),
+        losses=tuple(
+            LossValues(_finite(wide), _finite(low), _finite(None if _same(low, repaired) else repaired))
+            for wide, low, repaired in record.losses
+        ),
         advice=advice,
         suggested=advice.suggested if advice is not None and not unscaled else None,
         parameters=tuple(
@@ -328,9 +315,8 @@ def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
     )
 
 
-def _loss(float32: float, lower: float, repaired: float) -> LossValues:
-    same = lower == repaired or (math.isnan(lower) and math.isnan(repaired))
-    return LossValues(_finite(float32), _finite(lower), None if same else _finite(repaired))
+def _same(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))
 
 
 def _finite(value: float | None) -> float | None:

@@ -29,6 +29,7 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow, ParameterUse, parameter_use
 
 __all__ = [
+    "HANDS_ON",
     "Cause",
     "Check",
     "CheckContext",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 _SATURATES = 0.3  # relative error from which growth saturates
-_HANDS_ON = (Role.VIEW, Role.SELECT)
+HANDS_ON = (Role.VIEW, Role.SELECT)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class CheckContext:
     @cached_property
     def low_precision_sites(self) -> tuple[Site, ...]:
         """Sites of the graph that compute 16-bit values, without views and selections."""
-        return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in _HANDS_ON)
+        return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in HANDS_ON)
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
@@ -201,7 +202,7 @@ class CheckContext:
         return frozenset(self.origins).union(*(origin.poisons for origin in self.record.origins))
 
     def _producer(self, node: object) -> SiteId | None:
-        while (site := self.flow.site(node)) is None or site.role in _HANDS_ON:  # type: ignore[arg-type]
+        while (site := self.flow.site(node)) is None or site.role in HANDS_ON:  # type: ignore[arg-type]
             sources = node.all_input_nodes  # type: ignore[attr-defined]
             if not sources:
                 break
