@@ -21,7 +21,6 @@ from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
 from ampaudit.audit.advice.residual_stream import Stream, find_stream
 from ampaudit.audit.advice.rules import exempt_sites, exemptions_for, propose_exemptions, quoted
 from ampaudit.audit.checks import CheckContext
-from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.range import limited_peak
 from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.audit.config import ScanConfig
@@ -100,7 +99,7 @@ def advised(
     if not errors:
         return tuple(findings), None
     subject = AdviceContext(source.model, plan.rules, context)
-    attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding), on_progress)
+    attempts = Attempts(subject, source, plan, settings, tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
     later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
     annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}
@@ -121,7 +120,6 @@ class _Advisor:
     """Tries changes for one finding after the other.
 
     Attributes:
-        attempts: Runs the model under changes.
         before: Sites of the errors without a change.
         errors: Number of errors without a change.
         exemptions: Exemption that removes a finding, by the finding's site.

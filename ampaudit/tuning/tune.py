@@ -14,7 +14,6 @@ from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Exemption
 from ampaudit.audit.advice.pytorch import half_method, with_code
 from ampaudit.audit.checks.interface import context_of, finding_source
-from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.config import PolicyConfig, ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.metric import within_drop
@@ -473,7 +472,7 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
         return ""
     context = context_of(audit, form, settings)
     subject = AdviceContext(source.model, half, context)
-    attempts = Attempts(subject, source, plan, settings, refused_sites(context), ())
+    attempts = Attempts(subject, source, plan, settings, ())
     members = [Exemption(tuple(SiteId(op.site) for op in report.kept), "")] if report.kept else []
     members += [Exemption((), "", weight.name) for weight in report.weights]
     tensors = (leaf for batch in source.batches for leaf in tensor_leaves(batch.args, batch.kwargs))

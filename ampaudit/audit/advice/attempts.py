@@ -18,7 +18,6 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import Progress, silent
-from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.lockstep import Pair
@@ -62,16 +61,13 @@ class Attempts:
     """Runs one model under changes.
 
     Attributes:
-        refused: Sites where torch rejects the dtypes even without a change.
         hiding: Suppressions of the scan; suppressed errors do not count.
-        on_progress: Function that receives the progress.
     """
 
     subject: AdviceContext
     source: ModelSource
     plan: RunConfig
     settings: ScanConfig
-    refused: frozenset[SiteId]
     hiding: tuple[Suppression, ...]
     on_progress: Progress = silent
 
@@ -114,7 +110,7 @@ class Attempts:
         except AuditError:
             return None
         after = context_of(audit, form, self.settings.changed(prove=False, static=False))
-        return after if refused_sites(after) <= self.refused else None
+        return after if refused_sites(after) <= refused_sites(self.subject.context) else None
 
 
 def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
