@@ -153,18 +153,18 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
     """Return which device has no kernel for a site, and the severity; ``None`` if each has one."""
     base, form = context.flow.base(site), context.number_format.name
     node = context.flow.node(site)
-    if isinstance(node.target, OpOverload) and is_fourier(node.target):
-        return _missing_fft_kernel(node, node.target, site, form)
-    if isinstance(node.target, OpOverload) and node.target.namespace == "onnxruntime":
+    op = node.target if isinstance(node.target, OpOverload) else None
+    if op is not None and is_fourier(op):
+        return _missing_fft_kernel(node, op, site, form)
+    if op is not None and op.namespace == "onnxruntime":
         return f"{base} is run by ONNX Runtime in float32, and stays in float32", Severity.NOTE
     if site.decision is NO_KERNEL:
-        where = context.record.device
-        foreign = isinstance(node.target, OpOverload) and is_foreign(node.target)
+        where, foreign = context.record.device, op is not None and is_foreign(op)
         lacks = f"{base} refuses {form}" if foreign else f"torch has no {form} kernel for {base}"
         cause = f"{lacks} on this device ({where}); the audit continued in float32"
-        if isinstance(node.target, OpOverload) and foreign and has_kernel(node.target, where.upper()):
-            return cause, Severity.WARNING  # another device's kernel may take it
-        return cause, Severity.ERROR
+        # another device's kernel may take it
+        elsewhere = op is not None and foreign and has_kernel(op, where.upper())
+        return cause, Severity.WARNING if elsewhere else Severity.ERROR
     lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
     if not lacks_kernel and base not in having("no_16_bit_kernel"):
         return None

@@ -261,16 +261,14 @@ def find_probabilities(context: CheckContext) -> Iterator[Finding]:
 def find_in_place(context: CheckContext) -> Iterator[Finding]:
     """Find writes of float32 values into a tensor that the policy made 16-bit."""
     for site in context.graph_sites:
-        node = context.flow.node(site)
         if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in having("arithmetic"):
             continue
-        if not isinstance(node.target, torch._ops.OpOverload) or not mutated_arguments(node.target):
-            continue
-        wide = [
-            n for n in node.all_input_nodes[1:] if getattr(n.meta.get("val"), "dtype", None) is torch.float32
-        ]
-        maker = context.flow.maker(wide[0]) if wide else None
+        node = context.flow.node(site)
+        writes = isinstance(node.target, torch._ops.OpOverload) and mutated_arguments(node.target)
+        others = node.all_input_nodes[1:] if writes else []
+        wide = [n for n in others if getattr(n.meta.get("val"), "dtype", None) is torch.float32]
         if wide:
+            maker = context.flow.maker(wide[0])
             what = maker.id if maker else "a float32 tensor"
             cause = f"{what} is float32 and is rounded to {context.number_format.name} as it is written"
             advice = "write it out of place (x = x + y), which widens, if the precision is wanted"
