@@ -37,13 +37,7 @@ _LEAST_SHARE = 1e-6
 def noise_rows(
     sensitivities: Sensitivities, graph: PrecisionGraph, wide: frozenset[str]
 ) -> tuple[Noise, ...]:
-    """Return what the rounding of each value adds to the error of the outputs, the largest first.
-
-    Args:
-        sensitivities: Sensitivities measured in the run.
-        graph: Values of the model.
-        wide: Names of the values in float32.
-    """
+    """Return what rounding each value adds to the error, the largest first; ``wide`` are in float32."""
     rows: dict[tuple[str, NoiseKind], Any] = defaultdict(float)
     for name, row in sensitivities.own.items():
         if name not in wide:
@@ -88,22 +82,20 @@ class _Measuring(Measuring):
         graph, sensitivities = probe.graph, sensitivities_in(audit)
         wide = frozenset(name for name, value in graph.values.items() if not value.low)
         predicted = float(sensitivities.predicted(wide).max(initial=0.0))
-        if isinstance(probe, GradientProbe):
-            worst = max(part.measured, default=0.0)
-            measured = ratio_db(1.0, worst) if 0 < worst < math.inf else None
-            broken = math.isinf(worst)
-        else:
-            accuracies = [output.accuracy_db for output in audit.record.outputs.values()]
-            measured = min((db for db in accuracies if db is not None), default=None)
-            broken = measured is not None and math.isinf(measured)
+        of_gradients = isinstance(probe, GradientProbe)
+        accuracies = [ratio_db(1.0, error) for error in part.measured]
+        if not of_gradients:
+            outputs = audit.record.outputs.values()
+            accuracies = [output.accuracy_db for output in outputs if output.accuracy_db is not None]
+        measured = min(accuracies, default=math.inf)
         return Sensitivity(
             number_format.name,
             noise_rows(sensitivities, graph, wide),
             ratio_db(1.0, predicted) if predicted else None,
-            None if broken else measured,
+            measured if math.isfinite(measured) else None,
             part.probes,
-            broken,
-            "gradients" if isinstance(probe, GradientProbe) else "outputs",
+            measured == -math.inf,
+            "gradients" if of_gradients else "outputs",
         )
 
 

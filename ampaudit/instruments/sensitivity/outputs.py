@@ -185,10 +185,7 @@ def signs_like(
 ) -> torch.Tensor:
     """Return random signs, scaled so that squared errors are relative to the squares of the output.
 
-    Args:
-        reference: The output.
-        generator: Random generator of the signs.
-        norm: Norm of all outputs that are probed together, if there are several.
+    ``norm`` is that of all outputs that are probed together, if there are several.
     """
     signs = torch.randint(0, 2, reference.shape, generator=generator).mul_(2).sub_(1)
     scale = torch.linalg.vector_norm(reference.detach().double()) if norm is None else norm
