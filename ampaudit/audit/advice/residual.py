@@ -141,13 +141,8 @@ def residual_rescale(
 ) -> ResidualRescale | Refusal:
     """Find the smallest power of two that keeps the stream of a site's value within the format.
 
-    Args:
-        model: Model with the weights to scale; not changed.
-        flow: Flow of the model's graphs.
-        site: Site whose value is on the stream.
-        peaks: Largest FP32 magnitude at each site.
-        form: The 16-bit format.
-        promoted: Sites in float32 that will be in 16 bits afterwards.
+    ``peaks`` holds the largest FP32 magnitude at each site, and ``promoted`` the sites in float32 that will
+    be in 16 bits afterwards. The model is not changed.
     """
     stream = find_stream(flow, site, form.max)
     if isinstance(stream, Refusal):
@@ -157,15 +152,13 @@ def residual_rescale(
         for node, degree in stream.degrees.items()
         if (each := flow.site(node)) is not None and (each.dtype == torch_dtype(form) or each.id in promoted)
     ]
-    bits = _bits(named_tensors(model), stream, site_peaks, form)
-    if isinstance(bits, Refusal):
-        return bits
-    attributes = _attributes(model, flow, stream, bits)
-    if isinstance(attributes, Refusal):
-        return attributes
-    weights = {name: -bits * degree for name, degree in stream.weights.items()}
-    loss = _loss(model, weights, form)
-    return loss if isinstance(loss, Refusal) else ResidualRescale(bits, weights, attributes, stream, loss)
+    try:
+        bits = _bits(named_tensors(model), stream, site_peaks, form)
+        attributes = _attributes(model, flow, stream, bits)
+        weights = {name: -bits * degree for name, degree in stream.weights.items()}
+        return ResidualRescale(bits, weights, attributes, stream, _loss(model, weights, form))
+    except Refusal as refusal:
+        return refusal
 
 
 def _bits(
@@ -173,11 +166,11 @@ def _bits(
     stream: Stream,
     site_peaks: Sequence[tuple[Site, float, int]],
     form: NumberFormat,
-) -> int | Refusal:
+) -> int:
     """Return the power of two for sites with these peaks and degrees."""
     over = [(math.log2(peak / form.max), d) for _, peak, d in site_peaks if d > 0 and 0.0 < peak < math.inf]
     if not over or max(excess for excess, _ in over) < -1.0:
-        return Refusal("the stream stays within half of the format")
+        raise Refusal("the stream stays within half of the format")
     bits = max(math.ceil((excess + SPARE_BITS) / degree) for excess, degree in over)
     for name, degree in stream.weights.items():
         largest = float(tensors[name].detach().abs().amax()) if name in tensors else 0.0
@@ -186,13 +179,11 @@ def _bits(
     for site, peak, degree in site_peaks:
         grown = math.ldexp(peak, -bits * degree)
         if degree < 0 and grown > form.max / 2:
-            return Refusal(f"{site.id}, which makes up for it, would reach {format_number(grown)}")
+            raise Refusal(f"{site.id}, which makes up for it, would reach {format_number(grown)}")
     return bits
 
 
-def _attributes(
-    model: nn.Module, flow: Flow, stream: Stream, bits: int
-) -> tuple[AttributeChange, ...] | Refusal:
+def _attributes(model: nn.Module, flow: Flow, stream: Stream, bits: int) -> tuple[AttributeChange, ...]:
     """Return the module attributes behind the numbers that change in the graph."""
     changes: dict[tuple[str, str], AttributeChange] = {}
     for (node, argument), degree in stream.numbers.items():
@@ -205,10 +196,10 @@ def _attributes(
             module = nn.Module()
         name = _attribute(module, old)
         if name is None:
-            return Refusal(f"{argument}={old:.3g} of {site.id} is no attribute of its layer")
+            raise Refusal(f"{argument}={old:.3g} of {site.id} is no attribute of its layer")
         change = AttributeChange(site.layer, name, old, -bits * degree)
         if changes.setdefault((site.layer, name), change) != change:
-            return Refusal(f"{site.layer}.{name} would have to scale in two ways")
+            raise Refusal(f"{site.layer}.{name} would have to scale in two ways")
     return tuple(changes.values())
 
 
@@ -230,23 +221,23 @@ def _attribute(module: nn.Module, value: float) -> str | None:
     return eps_names[0] if len(eps_names) == 1 else None
 
 
-def _loss(model: nn.Module, weights: Mapping[str, int], form: NumberFormat) -> float | Refusal:
+def _loss(model: nn.Module, weights: Mapping[str, int], form: NumberFormat) -> float:
     """Return the accuracy in dB that 16-bit copies of the weights lose; refuse if scaling is not exact."""
     tensors, worst = named_tensors(model), 0.0
     for name, power in weights.items():
         tensor = tensors.get(name)
         if tensor is None or tensor.data_ptr() == 0:
-            return Refusal(f"{name} is no weight in memory")
+            raise Refusal(f"{name} is no weight in memory")
         if _overlaps(tensor, tensors.values()):
-            return Refusal(f"{name} shares memory with another weight")
+            raise Refusal(f"{name} shares memory with another weight")
         tensor = tensor.detach()
         scaled = tensor * 2.0**power
         if not torch.equal(scaled * 2.0**-power, tensor):
-            return Refusal(f"{name} times 2^{power} is subnormal in {dtype_name(tensor.dtype)}")
+            raise Refusal(f"{name} times 2^{power} is subnormal in {dtype_name(tensor.dtype)}")
         before, after = (_decibels(each, torch_dtype(form)) for each in (tensor, scaled))
         if before - after > _LOSS_DB:
             what = f"{before:.0f} dB become {after:.0f}"
-            return Refusal(f"{name} times 2^{power} is subnormal in {form.name}: {what}")
+            raise Refusal(f"{name} times 2^{power} is subnormal in {form.name}: {what}")
         worst = max(worst, before - after)
     return worst
 

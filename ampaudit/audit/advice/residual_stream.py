@@ -154,11 +154,13 @@ class ScaledCall:
                 raise Needed(node, 0, f"{self.name} reads the stream before a norm")
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Exception):
     """The reason why nothing can be rescaled."""
 
-    reason: str
+    @property
+    def reason(self) -> str:
+        """The reason in words."""
+        return str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,26 +202,16 @@ class AttributeChange:
         return math.ldexp(self.old, self.power)
 
 
-class _Refused(Exception):
-    """Raised if no assignment gives a value the degree that it needs."""
-
-
 def find_stream(flow: Flow, site: Site, limit: float) -> Stream | Refusal:
-    """Find the stream that a site's value is on.
-
-    Args:
-        flow: Flow of all graphs of the model.
-        site: Site whose value is to shrink.
-        limit: Largest number of the 16-bit format.
-    """
+    """Find the stream that a site's value is on; ``limit`` is the largest number of the 16-bit format."""
     if any(traced.path for traced in flow.every):
         return Refusal("the model's code decides by values, and its graph shows only the path that it took")
     search = _Search(flow, limit)
     try:
         search.solve(flow.node(site))
         return search.proof()
-    except _Refused as refused:
-        return Refusal(str(refused))
+    except Refusal as refusal:
+        return refusal
 
 
 @dataclass(slots=True)
@@ -233,7 +225,7 @@ class _Search:
     assigned: dict[_Key, int] = field(default_factory=dict)
     changes: dict[_Key, int] = field(default_factory=dict)
     overwritten: set[fx.Node] = field(init=False)
-    plans: dict[tuple[fx.Node, int], _Plan | _Refused] = field(default_factory=dict)  # under these degrees
+    plans: dict[tuple[fx.Node, int], _Plan | Refusal] = field(default_factory=dict)  # under these degrees
 
     def __post_init__(self) -> None:
         nodes = [node for each in self.flow.every for node in each.graph.nodes]
@@ -241,9 +233,8 @@ class _Search:
         self.degrees = dict.fromkeys(nodes, 0)
         for traced in self.flow.every:
             places = {p.node: p for p in traced.placeholders}
-            for node in traced.graph.nodes:
-                if node.op == "placeholder" and node.name in traced.tensors:
-                    tensor = traced.tensors[node.name]
+            for node in traced.graph.find_nodes(op="placeholder"):
+                if (tensor := traced.tensors.get(node.name)) is not None:
                     self.weights[node] = places[node.name]
                     self.keys[node] = identity(tensor)
                     if places[node.name].slot is Slot.CONSTANT and not bool(tensor.any()):
@@ -269,16 +260,15 @@ class _Search:
                     degree = self._degree(node)
                 except Needed as needed:
                     changed = [node, *self._repair(needed)]
-                else:
-                    if degree != self.degrees[node]:
-                        self.degrees[node] = degree
-                        for user in node.users:
-                            heapq.heappush(waiting, self.order[user])
-            if not changed and self.degrees[source] == 1:
-                return
+                    continue
+                if degree != self.degrees[node]:
+                    self.degrees[node] = degree
+                    for user in node.users:
+                        heapq.heappush(waiting, self.order[user])
             if not changed:
                 break
-        raise _Refused(_ENDLESS)
+        if changed or self.degrees[source] != 1:
+            raise Refusal(_ENDLESS)
 
     def proof(self) -> Stream:
         """Recompute every degree from those of the weights, and refuse if an op needs another."""
@@ -289,9 +279,9 @@ class _Search:
             try:
                 computed = self._degree(node, call)
             except Needed as needed:
-                raise _Refused(needed.reason) from None
+                raise Refusal(needed.reason) from None
             if computed != self.degrees[node]:
-                raise _Refused(_ENDLESS)
+                raise Refusal(_ENDLESS)
             numbers.update(((node, name), degree) for name, degree in call.numbers.items() if degree)
             if call.clamps:
                 clamps.append(node)
@@ -321,27 +311,24 @@ class _Search:
         while True:
             try:
                 self._plan(node, 1)
-            except _Refused:
-                site = self.flow.site(node)
-                inner = self.flow.base(site) in _READING
-                if not inner or not node.all_input_nodes:
+                return node
+            except Refusal:
+                if self.flow.base(self.flow.site(node)) not in _READING or not node.all_input_nodes:
                     raise
                 node = node.all_input_nodes[0]
-            else:
-                return node
 
     def _repair(self, needed: Needed) -> list[fx.Node]:
         """Assign the degrees that an operand needs; return the placeholders that changed."""
         self.plans.clear()
         try:
             plan, _ = self._plan(needed.node, needed.degree)
-        except _Refused as refused:
+        except Refusal as refused:
             text = str(refused)
             if needed.degree == 0:
                 text = needed.reason + (f"; {text}" if text != _READS else "")
-            raise _Refused(text if text != _READS else needed.reason) from None
+            raise Refusal(text if text != _READS else needed.reason) from None
         if not any(plan.values()):  # it would undo the scaling of the stream
-            raise _Refused(needed.reason)
+            raise Refusal(needed.reason)
         return self._assign(plan)
 
     def _assign(self, plan: Mapping[_Key, int]) -> list[fx.Node]:
@@ -350,19 +337,18 @@ class _Search:
             self.changes[key] = self.changes.get(key, 0) + 1
             if self.changes[key] > _CHANGES:
                 name = next(place.name for node, place in self.weights.items() if self.keys[node] == key)
-                raise _Refused(f"{name} would have to scale in two ways")
+                raise Refusal(f"{name} would have to scale in two ways")
         return [node for node, key in self.keys.items() if key in plan]
 
     def _plan(self, start: fx.Node, degree: int) -> _Plan:
         """Return weights that give a value its degree, and whether every value on the way has one reader."""
-        key = (start, degree)
-        if key not in self.plans:
+        if (start, degree) not in self.plans:
             try:
-                self.plans[key] = self._make_plan(start, degree)
-            except _Refused as refused:
-                self.plans[key] = refused
-        plan = self.plans[key]
-        if isinstance(plan, _Refused):
+                self.plans[start, degree] = self._make_plan(start, degree)
+            except Refusal as refused:
+                self.plans[start, degree] = refused
+        plan = self.plans[start, degree]
+        if isinstance(plan, Refusal):
             raise plan
         return plan
 
@@ -380,11 +366,11 @@ class _Search:
                 continue
             place = self.weights.get(node)
             if place is None:
-                raise _Refused("an input of the model is on the stream")
+                raise Refusal("an input of the model is on the stream")
             if place.slot is Slot.CONSTANT or place.dtype is None or not place.dtype.is_floating_point:
-                raise _Refused(f"the constant {place.name} is added to the stream")
+                raise Refusal(f"the constant {place.name} is added to the stream")
             if plan.setdefault(self.keys[node], target) != target:
-                raise _Refused(f"{place.name} would have to scale in two ways")
+                raise Refusal(f"{place.name} would have to scale in two ways")
         return plan, alone
 
     def _operands(self, node: fx.Node, degree: int) -> list[tuple[fx.Node, int]]:
@@ -396,18 +382,18 @@ class _Search:
         if base in having("normalizes"):
             affine = [item for _, item in call.operands("weight", "bias") if isinstance(item, fx.Node)]
             if not affine:
-                raise _Refused(f"{call.name} writes to the stream and has no weight")
+                raise Refusal(f"{call.name} writes to the stream and has no weight")
             return [(item, degree) for item in affine]
         if base in having("additive"):
             names = [name for name in call.arguments if name not in ("condition", "mask", "index", "indices")]
             items = [item for _, item in call.operands(*names) if isinstance(item, fx.Node)]
             return [(item, degree) for item in items]
-        if base in ("embedding", "scaled_dot_product_attention"):
-            return [(call.arguments["weight" if base == "embedding" else "value"], degree)]
+        if base in _LINEAR_IN:
+            return [(call.arguments[_LINEAR_IN[base]], degree)]
         through = node.target is operator.getitem or (op is not None and is_view(op))
         if base in having("linear") or base in ("clamp", "clamp_min", "clamp_max", "nan_to_num") or through:
             return [(node.all_input_nodes[0], degree)]
-        raise _Refused(f"{call.name} writes to the stream, and no weight scales its result")
+        raise Refusal(f"{call.name} writes to the stream, and no weight scales its result")
 
     def _factors(self, call: ScaledCall, degree: int) -> list[tuple[fx.Node, int]]:
         """Scale the weight of a product, or its input if the weight is used elsewhere."""
@@ -419,25 +405,26 @@ class _Search:
         missing = degree - sum(current) + (divisor if call.base == "div" and isinstance(divisor, int) else 0)
         weights = [self._is_weight(item) for item in factors]
         if any(d and not weight for d, weight in zip(current, weights, strict=True)):
-            raise _Refused(_READS)
+            raise Refusal(_READS)
         ours = (item for item, weight in zip(factors, weights, strict=True) if weight)
         exclusive = [item for item in ours if self._is_used_once(item)]
         ranked = [*exclusive, *(f for f in reversed(factors) if f not in exclusive)]
-        possible: list[fx.Node] = []
+        choice: tuple[fx.Node, int] | None = None
         reason = f"{call.name} writes to the stream, and no weight scales its result"
         for item in ranked:
+            needed = current[factors.index(item)] + missing
             try:
-                _, alone = self._plan(item, current[factors.index(item)] + missing)
-            except _Refused as refused:
+                _, alone = self._plan(item, needed)
+            except Refusal as refused:
                 reason = str(refused) if len(factors) == 1 else reason
-            else:
-                possible.append(item)
-                if alone or item in exclusive:
-                    possible = [item]
-                    break
-        if not possible:
-            raise _Refused(reason)
-        return [(possible[0], current[factors.index(possible[0])] + missing), *added]
+                continue
+            if choice is None or alone or item in exclusive:
+                choice = item, needed
+            if alone or item in exclusive:
+                break
+        if choice is None:
+            raise Refusal(reason)
+        return [choice, *added]
 
     def _is_weight(self, node: fx.Node) -> bool:
         return (place := self.flow.given(node)) is not None and place.slot in (Slot.PARAMETER, Slot.BUFFER)
@@ -445,9 +432,8 @@ class _Search:
     def _is_used_once(self, node: fx.Node) -> bool:
         root = self.flow.root(node)
         assert root is not None
-        graph = root.graph
-        same = [other for other in self.keys if self.keys[other] == self.keys[root] and other.graph is graph]
-        return sum(1 for _ in self._uses(same)) == 1
+        tied = (other for other, key in self.keys.items() if key == self.keys[root])
+        return len(list(self._uses(other for other in tied if other.graph is root.graph))) == 1
 
     def _uses(self, nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
         for node in nodes:
