@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from ampaudit.audit.config import PlanConfig, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
@@ -83,12 +83,13 @@ def plan(
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     with using_twins(chosen.twins):
         traced, notes = trace_under(opened, rules, form, where, chosen.seed, session.on_progress)
-    masters = rules.file.weights.master
-    made = build_plan(attach_weights(traced), opened.location, masters=masters, notes=opened.notes + notes)
+    weights = planned_weights(attach_weights(traced), rules.file.weights.master)
+    report = _plan(traced, opened.location, weights, (*traced.notes, *opened.notes, *notes))
     if not chosen.memory:
-        return made
-    limit, batches = parse_size(chosen.memory), len(opened.batches)
-    return replace(made, memory=planned_memory(traced, where, limit, batches))
+        return report
+    limit, program = parse_size(chosen.memory), compile_program(traced, where)
+    segments = tuple(_planned_segment(program, segment) for segment in cut_program(program, limit))
+    return replace(report, memory=PlannedMemory(limit, len(opened.batches), segments))
 
 
 def trace_under(
@@ -110,25 +111,33 @@ def trace_under(
     if rules.measured:
         setting = RunConfig(rules, author, form, where, seed, reference_only=True)
         measurements, sites = measure(source.model, source.batches, setting, on_progress)
-        promoted = promoted_sites(rules, sites, measurements)
-        sites_text = plural(len(promoted), "site")
+        promoted = plural(len(promoted_sites(rules, sites, measurements)), "site")
         count = len(source.batches)
         batches = ("1 batch" if count == 1 else f"{count} batches") + of_made_up(source.inputs)
-        notes = (f"{sites_text} promoted by measured rules, after {batches} in FP32",)
+        notes = (f"{promoted} promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
     more: dict[str, Any] = {"seed": seed, "path": PathTracing.FALLBACK}
     return trace(source.model, batch.args, batch.kwargs, rules, author, form, measurements, **more), notes
 
 
-def build_plan(
-    converted: ConvertedModel, model: str, *, masters: bool, notes: tuple[str, ...] = ()
-) -> PlanReport:
-    """Return the plan of a converted model; ``masters`` is whether the policy keeps FP32 master weights."""
-    traced = converted.traced
-    floats = [site for site in traced.sites if site.dtype is not None]
-    casts = _casts(converted)
-    ops = [s for s in floats if not s.role.inserted]
-    sites = tuple(_planned(site, casts.get(site.node, (0, 0))) for site in ops)
+def _plan(traced: TracedModel, model: str, weights: PlannedWeights, notes: tuple[str, ...]) -> PlanReport:
+    casts = _casts(traced)
+    ops = [site for site in traced.sites if site.dtype is not None and not site.role.inserted]
+    sites = tuple(
+        PlannedSite(
+            site=site.id,
+            layer=site.layer,
+            op=site.op,
+            role=site.role.value,
+            precision=dtype_name(site.dtype),
+            rule=site.decision.rule,
+            reason=site.decision.reason,
+            why=site.decision.why,
+            casts=casts[site.node][0],
+            cast_bytes=casts[site.node][1],
+        )
+        for site in ops
+    )
     computing = [s for s in ops if s.role is Role.COMPUTE]
     return PlanReport(
         model=model,
@@ -142,59 +151,36 @@ def build_plan(
         casts=sum(count for count, _ in casts.values()),
         cast_bytes=sum(size for _, size in casts.values()),
         author_casts=sum(s.role is Role.CAST for s in ops),
-        weights=planned_weights(converted, masters),
-        notes=traced.notes + notes,
+        weights=weights,
+        notes=notes,
     )
 
 
-def _planned(site: Site, casts: tuple[int, int]) -> PlannedSite:
-    decision = site.decision
-    return PlannedSite(
-        site=site.id,
-        layer=site.layer,
-        op=site.op,
-        role=site.role.value,
-        precision=dtype_name(site.dtype),
-        rule=decision.rule,
-        reason=decision.reason,
-        why=decision.why,
-        casts=casts[0],
-        cast_bytes=casts[1],
+def _rules(sites: Sequence[Site]) -> tuple[RuleUse, ...]:
+    decisions = {site.decision.rule: site.decision for site in sites}
+    counts = Counter(site.decision.rule for site in sites)
+    uses = (
+        RuleUse(rule, decision.reason, decision.why.partition(" (measured:")[0], counts[rule])
+        for rule, decision in decisions.items()
     )
+    return tuple(sorted(uses, key=lambda use: (use.rule is None, -use.sites)))
 
 
-def _rules(sites: Iterable[Site]) -> tuple[RuleUse, ...]:
-    counts: dict[str | None, RuleUse] = {}
-    for site in sites:
-        decision = site.decision
-        use = counts.get(decision.rule)
-        why = decision.why.partition(" (measured:")[0]
-        counts[decision.rule] = RuleUse(
-            decision.rule, decision.reason, why, use.sites + 1 if use is not None else 1
-        )
-    return tuple(sorted(counts.values(), key=lambda use: (use.rule is None, -use.sites)))
-
-
-def _casts(converted: ConvertedModel) -> dict[str, tuple[int, int]]:
+def _casts(traced: TracedModel) -> defaultdict[str, tuple[int, int]]:
     """Count the casts inserted for each node, and the bytes that they move.
 
     A cast that several ops share is counted for the first.
     """
-    nodes = {node.name: node for node in converted.traced.graph.nodes}
-    counts: dict[str, tuple[int, int]] = {}
-    for site in converted.traced.sites:
-        if not site.role.inserted or site.dtype is None:
-            continue
-        node = nodes[site.node]
-        first = next((user.name for user in node.users if user.op == "call_function"), "output")
-        count, size = counts.get(first, (0, 0))
-        counts[first] = (count + 1, size + _cast_bytes(node))
+    nodes = {node.name: node for node in traced.graph.nodes}
+    counts: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for site in traced.sites:
+        if site.role.inserted and site.dtype is not None:
+            node = nodes[site.node]
+            first = next((user.name for user in node.users if user.op == "call_function"), "output")
+            count, size = counts[first]
+            values = (node.all_input_nodes[0].meta["val"], node.meta["val"])
+            counts[first] = count + 1, size + sum(int(v.numel() * v.element_size()) for v in values)
     return counts
-
-
-def _cast_bytes(node: fx.Node) -> int:
-    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return int(before.numel() * before.element_size() + after.numel() * after.element_size())
 
 
 def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
@@ -210,7 +196,11 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
         if tensor is None or (id(tensor) in read and not nodes[place.node].users):
             continue  # no weight, or tied to one that is read under another name
         size = tensor.numel() * tensor.element_size()
-        stored = _stored_size(nodes[place.node], place.dtype, tensor)
+        itemsize, users = (place.dtype or tensor.dtype).itemsize, nodes[place.node].users
+        if users and all(converts(user.target) for user in users):  # the narrowest dtype that all uses accept
+            values = [user.meta.get("val") for user in users]
+            itemsize = max(value.element_size() for value in values if isinstance(value, torch.Tensor))
+        stored = tensor.numel() * min(itemsize, tensor.element_size())
         before[id(tensor)] = size
         after[id(tensor)] = max(stored, after.get(id(tensor), 0))
         if after[id(tensor)] < size:
@@ -219,27 +209,7 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
     return PlannedWeights(sum(before.values()), sum(after.values()), total)
 
 
-def planned_memory(traced: TracedModel, device: torch.device, limit: int, batches: int) -> PlannedMemory:
-    """Return the segments that a model is cut into for a scan within a memory limit.
-
-    Raises:
-        UsageError: The limit is too low.
-    """
-    program = compile_program(traced, device)
-    segments = cut_program(program, limit)
-    return PlannedMemory(limit, batches, tuple(_planned_segment(program, segment) for segment in segments))
-
-
 def _planned_segment(program: Program, segment: Segment) -> PlannedSegment:
     steps = (step for group in program.groups[segment.start :] for step in group)
     first = next((step.site.id for step in steps if step.site is not None and step.makes_values), "")
     return PlannedSegment(first, segment.weight_bytes, segment.value_bytes, segment.boundary_bytes)
-
-
-def _stored_size(node: fx.Node, dtype: torch.dtype | None, tensor: torch.Tensor) -> int:
-    """Return the bytes of a weight in the narrowest dtype that all of its uses accept."""
-    itemsize = (dtype or tensor.dtype).itemsize
-    uses = [user.meta.get("val") for user in node.users]
-    if uses and all(converts(user.target) for user in node.users):
-        itemsize = max(value.element_size() for value in uses if isinstance(value, torch.Tensor))
-    return tensor.numel() * min(itemsize, tensor.element_size())
