@@ -87,7 +87,7 @@ def attacked(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]
     computed = [s for s in traced.sites if s.role is Role.COMPUTE and s.id in table.proved]
     computed = [s for s in computed if s.id not in Flow(traced).constants]
     nearest = sorted(computed, key=lambda s: -table.bounds[s.id].peak)[:sites]
-    reached = {s.id: search.ascend(s.id, leaves, steps, 0).peak / table.bounds[s.id].peak for s in nearest}
+    reached = {s.id: search.ascend(s.id, leaves, steps, 0)[1] / table.bounds[s.id].peak for s in nearest}
     return {"sites": len(reached), "steps": steps, "largest_share_of_bound": max(reached.values())}
 
 

@@ -6,7 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ _KEEP = -1  # in place of ids on which the value does not depend
 _FIRST_STEP = 0.25  # as a share of the domain's width; halved after each step
 SITES = 5
 Leaves = list[list[torch.Tensor]]
+Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by input that looks up: the table, and its rows
 
 
 def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: ScanConfig) -> BoundTable:
@@ -149,30 +150,28 @@ def stressed(
     refuse_path(audit.converted.traced, "--stress")
     table = context.bounds
     assert table is not None
-    search = Search(audit.converted, _ranges(table, audit), plan.device)
+    by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
+    places = audit.converted.traced.placeholders
+    domain = {place.node: by_name[place.name] for place in places if place.name in by_name}
+    search = Search(audit.converted, domain, plan.device)
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
     results: list[Stressed] = []
     targets = list(_targets(context, table))
     for number, site in enumerate(targets):
         on_progress(f"stressing {site.id}", number, len(targets))
-        best = search.ascend(site.id, start, settings.stress, settings.seed + number)
+        tensors, peak = search.ascend(site.id, start, settings.stress, settings.seed + number)
         observed_peak = context.observed(site.id).ref_peak
-        over = best.peak >= context.number_format.overflow_at
-        broken = over and _breaks(source, plan, with_tensors(batch, best.tensors), site)
+        over = peak >= context.number_format.overflow_at
+        broken = over and _breaks(source, plan, with_tensors(batch, tensors), site)
         saved = None
         if broken:
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)
             path = Path(settings.stress_dir) / f"overflow-{name}.safetensors"
-            save_inputs(best.tensors, path)
+            save_inputs(tensors, path)
             saved = str(path)
-        results.append(Stressed(site.id, observed_peak, max(best.peak, observed_peak), broken, saved))
+        results.append(Stressed(site.id, observed_peak, max(peak, observed_peak), broken, saved))
     return tuple(results)
-
-
-def _ranges(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
-    by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
-    return {p.node: by_name[p.name] for p in audit.converted.traced.placeholders if p.name in by_name}
 
 
 def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
@@ -199,14 +198,6 @@ def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> b
     return stats is not None and stats.bad > 0
 
 
-@dataclass(frozen=True, slots=True)
-class _SearchResult:
-    """The best input of a search, and its FP32 peak at the site."""
-
-    tensors: list[torch.Tensor]
-    peak: float
-
-
 class Search:
     """Runs the FP32 reference of a converted model with gradients of its inputs.
 
@@ -224,30 +215,29 @@ class Search:
         self._domain = [domain[place.node] for place in places]
         self._device = device
 
-    def ascend(self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int) -> _SearchResult:
-        """Search for the input with the largest value at a site, starting from a batch."""
+    def ascend(
+        self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int
+    ) -> tuple[list[torch.Tensor], float]:
+        """Search for the input with the largest value at a site, starting from a batch; return both."""
         generator = torch.Generator().manual_seed(seed)
-        best = _SearchResult([t.clone() for t in start], -1.0)
+        best, best_peak = [t.clone() for t in start], -1.0
         each = max(steps // _STARTS, 1)
         for attempt in range(_STARTS):
-            tensors = self._project(start) if attempt == 0 else self._random(start, generator, attempt)
+            if attempt == 0:
+                domain = zip(start, self._domain, strict=True)
+                tensors = [t.clamp(*ends) if t.is_floating_point() else t for t, ends in domain]
+            else:
+                tensors = self._random(start, generator, attempt)
             size = _FIRST_STEP
-            for step in range(each):
+            for step in range(each + 1):
                 peak, slopes = self._evaluate(site, tensors)
-                if peak > best.peak:
-                    best = _SearchResult([t.clone() for t in tensors], peak)
-                last = step == each - 1
-                tensors = self._moved(tensors, slopes, 1.0 if last or step % 4 == 3 else size)
-                size = max(size / 2, 1 / 64)
-            peak, _ = self._evaluate(site, tensors)
-            best = _SearchResult(tensors, peak) if peak > best.peak else best
-        return best
-
-    def _project(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            t.clone().clamp(low, high) if t.is_floating_point() else t.clone()
-            for t, (low, high) in zip(tensors, self._domain, strict=True)
-        ]
+                if peak > best_peak:
+                    best, best_peak = [t.clone() for t in tensors], peak
+                if step < each:
+                    last = step == each - 1
+                    tensors = self._moved(tensors, slopes, 1.0 if last or step % 4 == 3 else size)
+                    size = max(size / 2, 1 / 64)
+        return best, best_peak
 
     def _random(
         self, like: Sequence[torch.Tensor], generator: torch.Generator, attempt: int
@@ -291,7 +281,7 @@ class Search:
                 tensor = tensor.float().clone().requires_grad_()
                 leaves[node.name] = tensor
             values[node] = tensor
-        tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        tables: Tables = {}
         with torch.enable_grad():
             for step in self._program.steps:
                 values[step.node] = self._call(step, values, tables)
@@ -299,12 +289,7 @@ class Search:
                     return self._slopes(values[step.node], leaves, tables)
         raise KeyError(site)
 
-    def _call(
-        self,
-        step: Step,
-        values: Mapping[fx.Node, Any],
-        tables: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    ) -> Any:
+    def _call(self, step: Step, values: Mapping[fx.Node, Any], tables: Tables) -> Any:
         args, kwargs = self._reference.arguments(step)
         args, kwargs = fx.node.map_arg((args, kwargs), values.__getitem__)
         if targets := {id(value) for value in step.written(args, kwargs)}:
@@ -320,32 +305,18 @@ class Search:
         return result
 
     def _slopes(
-        self,
-        value: Any,
-        leaves: Mapping[str, torch.Tensor],
-        tables: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        self, value: Any, leaves: dict[str, torch.Tensor], tables: Tables
     ) -> tuple[float, list[torch.Tensor | None]]:
         first = value[0] if isinstance(value, list | tuple) else value
         magnitude = first.abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax()
-        sources = [*leaves.values(), *(rows for _, rows in tables.values())]
-        gradients = (
-            torch.autograd.grad(magnitude, sources, allow_unused=True)
-            if sources and magnitude.requires_grad
-            else [None] * len(sources)
-        )
-        by_name = dict(zip([*leaves, *tables], gradients, strict=True))
-        slopes = [self._slope(name, by_name.get(name), tables) for name in self._inputs]
-        return float(magnitude.detach()), slopes
-
-    def _slope(
-        self,
-        name: str,
-        gradient: torch.Tensor | None,
-        tables: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.Tensor | None:
-        if gradient is None or name not in tables:
-            return gradient
-        table, _ = tables[name]
-        # of either sign: large negative values count as well
-        best = (gradient @ table.t()).abs().argmax(-1)
-        return torch.where(gradient.abs().amax(-1) > 0, best, _KEEP)
+        sources = leaves | {name: rows for name, (_, rows) in tables.items()}
+        slopes: dict[str, torch.Tensor | None] = dict.fromkeys(self._inputs)
+        if sources and magnitude.requires_grad:
+            gradients = torch.autograd.grad(magnitude, list(sources.values()), allow_unused=True)
+            slopes |= dict(zip(sources, gradients, strict=True))
+        for name, (table, _) in tables.items():
+            if (gradient := slopes[name]) is not None:
+                # of either sign: large negative values count as well
+                best = (gradient @ table.t()).abs().argmax(-1)
+                slopes[name] = torch.where(gradient.abs().amax(-1) > 0, best, _KEEP)
+        return float(magnitude.detach()), [slopes[name] for name in self._inputs]
