@@ -218,12 +218,10 @@ def _places(reference: ModelSource, audited: ModelSource, template: Batch) -> tu
 def _fill(template: Batch, batch: Batch, places: tuple[int, ...]) -> Batch:
     """Fill the audited model's batch structure with the reference's values, cast to its dtypes."""
     values = tensor_leaves(batch.args, batch.kwargs)
-    leaves, structure = pytree.tree_flatten((template.args, template.kwargs))
-    remaining = iter(places)
-    filled = [
-        values[next(remaining)].to(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-    ]
-    args, kwargs = pytree.tree_unflatten(filled, structure)
+    matches = (values[place] for place in places)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: next(matches).to(leaf.dtype), (template.args, template.kwargs)
+    )
     return Batch(args, kwargs, name=batch.name)
 
 
@@ -234,9 +232,8 @@ def _named_tensors(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]
     except (TypeError, ValueError):
         names = []
     tensors: dict[str, torch.Tensor] = {}
-    positional = (
-        (names[i] if i < len(names) else f"input[{i}]", value) for i, value in enumerate(batch.args)
-    )
+    names += [f"input[{i}]" for i in range(len(names), len(batch.args))]
+    positional = zip(names, batch.args, strict=False)
     for name, value in (*positional, *batch.kwargs.items()):
         leaves = tensor_leaves((value,), {})
         tensors |= {name if len(leaves) == 1 else f"{name}[{i}]": leaf for i, leaf in enumerate(leaves)}

@@ -68,7 +68,9 @@ def _worst(
 ) -> Report:
     def rank(value: int) -> tuple[int, int, float, int]:
         report = reports[value]
-        return report.exit_code, report.count(Severity.ERROR), -_least_bits(report), value
+        least = report.least_headroom
+        bits = math.inf if least is None or least.headroom_bits is None else least.headroom_bits
+        return report.exit_code, report.count(Severity.ERROR), -bits, value
 
     worst = max(reports, key=rank)
     values = [_value(value, report) for value, report in reports.items()]
@@ -84,20 +86,15 @@ def _with_warnings(report: Report, config: ScanConfig, *, comments: bool) -> Rep
     sweep = report.sweep
     assert sweep is not None
     sites = {site.site: site for site in report.sites}
-    beyond = [
-        (growth, sites[growth.site])
-        for growth in sweep.growth
-        if growth.extrapolated and growth.site in sites
-    ]
-    added = [_finding(growth, site, report, sweep) for growth, site in beyond]
+    beyond = (each for each in sweep.growth if each.extrapolated and each.site in sites)
+    added = [_finding(growth, sites[growth.site], report, sweep) for growth in beyond]
     files = dict.fromkeys(line.file for growth in added if (line := growth.source) is not None)
     hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
     findings = with_later(report.findings, added, hiding)
     ordered = tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
     verdict = verdict_on(ordered, ranges=report.run.level == "ranges")
-    return replace(
-        report, findings=ordered, verdict=verdict, gate=gate_on(ordered, report.gaps, config.fail_on)
-    )
+    gate = gate_on(ordered, report.gaps, config.fail_on)
+    return replace(report, findings=ordered, verdict=verdict, gate=gate)
 
 
 def _finding(growth: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
@@ -109,11 +106,6 @@ def _finding(growth: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep)
     advice = f"run at that size: --sweep {sweep.axis}={largest},{growth.crossing}"
     finding = finding_about(CODE, growth.site, site.layer, cause, advice, confidence="rule")
     return replace(finding, phase="forward", op=site.op, source=site.source)
-
-
-def _least_bits(report: Report) -> float:
-    least = report.least_headroom
-    return math.inf if least is None or least.headroom_bits is None else least.headroom_bits
 
 
 def _value(value: int, report: Report) -> SweptValue:
