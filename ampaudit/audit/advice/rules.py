@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from ampaudit.audit.advice.interface import AdviceContext, Exemption, Proposal
-from ampaudit.audit.checks.interface import some_sites
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import listed
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
@@ -72,11 +72,9 @@ def _takes_rules(site: Site) -> bool:
 def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
     """Return whether a site reads a value that was flushed or is already inaccurate."""
     context = subject.context
-    makers = (m for site in first for m in context.flow.makers(site))
-    return any(
-        stats.samples.flushed or (stats.sqnr_db is not None and stats.sqnr_db < context.min_sqnr)
-        for stats in (context.observed(m.id) for m in makers)
-    )
+    before = [context.observed(maker.id) for site in first for maker in context.flow.makers(site)]
+    accuracies = (stats.sqnr_db for stats in before if stats.sqnr_db is not None)
+    return any(stats.samples.flushed for stats in before) or any(db < context.min_sqnr for db in accuracies)
 
 
 def _upstream(
@@ -128,9 +126,7 @@ def border(subject: AdviceContext, exempt: Set[SiteId]) -> tuple[SiteId, ...]:
         wide: set[fx.Node] = set()
         for node in graph.nodes:
             site = flow.site(node)
-            if site is not None and (
-                site.id in exempt or (site.twin is not None and site.twin.site in exempt)
-            ):
+            if site is not None and (site.id in exempt or (site.twin and site.twin.site in exempt)):
                 wide.add(node)
             elif not wide.isdisjoint(node.all_input_nodes) and not _stays(flow, node, site, wide):
                 if site is None or site.role is Role.VIEW or _promotes(node, wide):
@@ -191,7 +187,7 @@ def propose_exemptions(subject: AdviceContext, members: Sequence[Exemption]) -> 
     back = border(subject, frozenset(every))
     rules += _about_sites("return", back, Cast.LOWER, "later ops run in 16 bits again")
     rules = _with_unique_ids(rules, {rule.id for rule in subject.rules.file.rules})
-    what = some_sites(every) if not weights else ", ".join(weights)
+    what = ", ".join(weights) if weights else listed(every)
     paste, policy = "\n".join(map(_paste, rules)), subject.rules
     stored = policy.file.weights
     if weights and stored.storage == "lower":

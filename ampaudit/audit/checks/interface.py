@@ -14,7 +14,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import listed, plural, ratio_db
+from ampaudit.core.text import plural, ratio_db
 from ampaudit.report.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
@@ -40,7 +40,6 @@ __all__ = [
     "finding_at",
     "finding_source",
     "run_checks",
-    "some_sites",
     "source_of",
 ]
 
@@ -356,11 +355,6 @@ def finding_source(site: Site) -> Source | None:
 def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Source | None:
     """Return a line in the form used by findings."""
     return None if line is None else Source(line.file, line.line, line.code, caller)
-
-
-def some_sites(sites: Sequence[Site | SiteId | str], limit: int = 3) -> str:
-    """Return the first few ids as a list in words, with a count of the rest."""
-    return listed([site.id if isinstance(site, Site) else str(site) for site in sites], limit)
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:

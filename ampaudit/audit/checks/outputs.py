@@ -12,12 +12,11 @@ from ampaudit.audit.checks.interface import (
     CheckContext,
     finding_about,
     finding_at,
-    some_sites,
     source_of,
 )
 from ampaudit.audit.checks.precision import rounded_number, subtracts
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import differing_share, format_number
+from ampaudit.core.text import differing_share, format_number, listed
 from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.report.model import LOST_DB
 from ampaudit.report.steps import StepGrowth
@@ -93,7 +92,7 @@ def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, 
     dtype = context.number_format.name
     what = f"{names[0]} {accuracy_text(output, dtype)}; {_required(context, output)}"
     if len(names) > 1:
-        what += f" ({some_sites(names[1:])} too)"
+        what += f" ({listed(names[1:])} too)"
     code, why, advice = _explain(context, culprit, output, names[0])
     site = context.output_site(names[0]) or context.graph_sites[-1]
     site = context.site[culprit.sites[0]] if culprit.sites else site

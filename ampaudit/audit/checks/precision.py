@@ -204,10 +204,15 @@ def find_positions(context: CheckContext) -> Iterator[Finding]:
         limit = _limit(context, site)
         if limit is None or error < limit or site.id in context.origins:
             continue
-        behind = any(maker.id in reported for maker in context.flow.makers(site))
-        inherited = behind or _follows(context, site)
+        makers = context.flow.makers(site)
+        inherited = any(
+            context.low_precision(maker)
+            and _counts(context, maker)
+            and context.observed(maker.id).samples.max_error >= POSITION_ERROR
+            for maker in makers
+        )
         reported.add(site.id)
-        if not inherited:
+        if not inherited and not any(maker.id in reported for maker in makers):
             what = "angle" if limit == ANGLE_ERROR else "position"
             form, peak = context.number_format, format_number(stats.ref_peak)
             step = spacing(stats.ref_peak, form.fraction_bits)
@@ -234,22 +239,9 @@ def _counts(context: CheckContext, site: Site) -> bool:
         return False
     if context.observed(site.id).ref_peak < MIN_COUNT or site.id not in context.parameter_free:
         return False
-    return base == "arange" or any(map(_is_integer, context.flow.node(site).all_input_nodes))
-
-
-def _is_integer(node: object) -> bool:
-    value = getattr(node, "meta", {}).get("val")
-    return dtype_name(getattr(value, "dtype", None)).startswith(("int", "uint"))
-
-
-def _follows(context: CheckContext, site: Site) -> bool:
-    """Return whether the values were positions in 16 bits already."""
-    return any(
-        context.low_precision(maker)
-        and _counts(context, maker)
-        and context.observed(maker.id).samples.max_error >= POSITION_ERROR
-        for maker in context.flow.makers(site)
-    )
+    values = (node.meta.get("val") for node in context.flow.node(site).all_input_nodes)
+    dtypes = [dtype_name(getattr(value, "dtype", None)) for value in values]
+    return base == "arange" or any(dtype.startswith(("int", "uint")) for dtype in dtypes)
 
 
 @cause("AMP206", "compute positions and angles in float32 and cast what comes after sin and cos")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.ops import having
+from ampaudit.core.text import listed
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
@@ -67,27 +68,16 @@ def find_costly_island(context: CheckContext) -> Iterator[Finding]:
         base = context.flow.base(site)
         if site.role is not Role.COMPUTE or base in _COSTLY:
             continue
-        casts = _casts(context, site)
-        if casts is None:
+        node = context.flow.node(site)
+        floats = (n for n in node.all_input_nodes if getattr(n.meta.get("val"), "is_floating_point", bool)())
+        around = [context.flow.site(n) for n in (*floats, *node.users)]
+        casts = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
+        directions = {s.dtype in LOW_PRECISION_DTYPES for s in casts}
+        if len(casts) != len(around) or len(directions) < 2 or any(UNKNOWN_SIZE in s.shape for s in casts):
             continue
-        cast_bytes = sum(count * (4 + 2) for count in casts)
-        saved_bytes = sum(count * 2 for count in casts)
-        cause = f"its casts from and to float32 move {cast_bytes:,} bytes to save the op {saved_bytes:,}"
+        count = sum(math.prod(s.shape) for s in casts)
+        cause = f"its casts from and to float32 move {count * (4 + 2):,} bytes to save the op {count * 2:,}"
         yield finding_at(context, site, "AMP503", cause, "leave this op in float32", confidence="rule")
-
-
-def _casts(context: CheckContext, site: Site) -> list[int] | None:
-    """Count the elements cast around an op, if all of its inputs and results are cast."""
-    node = context.flow.node(site)
-    floats = (n for n in node.all_input_nodes if getattr(n.meta.get("val"), "is_floating_point", bool)())
-    around = [context.flow.site(n) for n in (*floats, *node.users)]
-    ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
-    down = [s for s in ours if s.dtype in LOW_PRECISION_DTYPES]
-    if not around or len(ours) != len(around) or not down or len(down) == len(ours):
-        return None
-    if any(UNKNOWN_SIZE in s.shape for s in ours):
-        return None
-    return [math.prod(s.shape) for s in ours]
 
 
 def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
@@ -104,9 +94,8 @@ def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
             spread.setdefault(start, []).append(site)
     for sites in spread.values():
         if len(sites) >= MIN_SITES:
-            cause = (
-                f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
-            )
+            others = listed([site.id for site in sites[1:]])
+            cause = f"type promotion makes this op and {len(sites) - 1} after it float32: {others}"
             advice = "cast the float32 operand down here, if 16 bits are intended"
             yield finding_at(context, sites[0], "AMP504", cause, advice, confidence="rule")
 
