@@ -9,6 +9,7 @@ of these weights has one use and one name.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -25,14 +26,8 @@ from ampaudit.trace.isolation import structural_copy
 __all__ = ["proposals"]
 
 _PRODUCTS = ("linear", "conv1d", "conv2d", "conv3d")
-_HOMOGENEOUS = (
-    "relu",
-    "leaky_relu",
-    "max_pool2d",
-    "max_pool1d",
-    "avg_pool2d",
-    "adaptive_avg_pool2d",
-    "dropout",
+_HOMOGENEOUS = frozenset(
+    "relu leaky_relu max_pool2d max_pool1d avg_pool2d adaptive_avg_pool2d dropout".split()
 )
 SPARE_BITS = 2
 
@@ -120,11 +115,12 @@ def _weights(subject: AdviceContext, site: Site) -> list[str]:
 
 def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
     """Return whether each weight has one use and one name, and shares memory with no other tensor."""
-    parameters = dict(subject.model.named_parameters(remove_duplicate=False))
-    tensors = [*parameters.values(), *subject.model.buffers()]
-    ids = [tensor.untyped_storage()._cdata for tensor in tensors]
-    nodes = {node.name: node for node in subject.context.flow.traced.graph.nodes}
-    places = {place.name: nodes[place.node] for place in subject.context.flow.traced.placeholders}
-    return all(
-        ids.count(parameters[n].untyped_storage()._cdata) == 1 and len(places[n].users) == 1 for n in names
+    parameters, traced = (
+        dict(subject.model.named_parameters(remove_duplicate=False)),
+        subject.context.flow.traced,
     )
+    tensors = [*parameters.values(), *subject.model.buffers()]
+    counts = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    nodes = {node.name: node for node in traced.graph.nodes}
+    users = {place.name: nodes[place.node].users for place in traced.placeholders}
+    return all(counts[parameters[n].untyped_storage()._cdata] == len(users[n]) == 1 for n in names)

@@ -149,8 +149,8 @@ def _is_held(flow: Flow, step: Site) -> bool:
     """Return whether the tensors that an op is called on are stored in 16 bits, without a cast."""
     operands = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
     floats = [(s, v) for s, v in operands if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    low_precision = all(value.dtype in LOW_PRECISION_DTYPES for _, value in floats)
-    return bool(floats) and low_precision and not any(s is not None and s.role.inserted for s, _ in floats)
+    low = (v.dtype in LOW_PRECISION_DTYPES and (s is None or not s.role.inserted) for s, v in floats)
+    return bool(floats) and all(low)
 
 
 _BY_CODE: dict[str, Callable[[CheckContext, Site], Alternatives]] = {
@@ -223,11 +223,7 @@ def _other_is_constant(flow: Flow, site: Site, value: fx.Node) -> bool:
 def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
     """Return the edits of all sites on a line of code; ``None`` if the proof fails for one of them.
 
-    Args:
-        context: Results of the audit.
-        site: Site of the finding.
-        proof: Returns the edits for one site of one graph, or ``None``.
-        alike: Returns whether another op of the line may come from the same expression.
+    The proof is asked for each site in each graph, if ``alike`` says that it may be of the same expression.
     """
     edits: Edits = {}
     for sibling in siblings(context, site):
