@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, InstanceOf
@@ -26,10 +26,6 @@ TunedDtype = Literal["float16", "bfloat16", "auto"]
 DEFAULT_DB = 40.0
 
 
-def _target(given: Any) -> Any:
-    return device_named(given) if isinstance(given, str) else given
-
-
 class TuneConfig(Config):
     """Options of ``tune``."""
 
@@ -49,7 +45,7 @@ class TuneConfig(Config):
     cost: Annotated[CostKind, Option("What float32 costs: ops, bytes moved, or time on a device.")] = "ops"
     target: Annotated[
         InstanceOf[Device] | None,
-        BeforeValidator(_target),
+        BeforeValidator(lambda value: device_named(value) if isinstance(value, str) else value),
         Option(
             "Device for --cost time; ampaudit devices lists them.",
             metavar="DEVICE",

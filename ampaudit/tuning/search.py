@@ -103,10 +103,10 @@ class TuningProblem:
         value_rows = np.zeros((len(index), columns))
         for name, row in self.sensitivities.own.items():
             value_rows[index[name]] = row
-        pairs = list(self.sensitivities.reads.items())
-        source = np.array([index[a] for (a, _), _ in pairs], dtype=int)
-        reader = np.array([index[b] for (_, b), _ in pairs], dtype=int)
-        read_rows = np.array([row for _, row in pairs]).reshape(len(pairs), columns)
+        reads = self.sensitivities.reads
+        source = np.array([index[value] for value, _ in reads], dtype=int)
+        reader = np.array([index[reader] for _, reader in reads], dtype=int)
+        read_rows = np.array(list(reads.values())).reshape(len(reads), columns)
         return index, value_rows, source, reader, read_rows
 
     def noise(self, choice: Collection[str]) -> float:
@@ -386,10 +386,8 @@ class Solver:
     def solve(self, budget: float, prices: Prices | None = None, gap: float = GAP) -> Point | None:
         """Return the cheapest choice whose predicted error is within a budget; ``None`` if none is.
 
-        Args:
-            budget: Relative squared error that each column may have.
-            prices: Prices to use instead of the problem's.
-            gap: Relative gap allowed between the choice's cost and the optimum.
+        The budget is the relative squared error that each column may have, and ``gap`` the relative distance
+        allowed between the choice's cost and the optimum.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -98,7 +98,13 @@ class GradientProbe(GradientAudit):
         assert tape is not None
         assert errors is not None
         super().finish(executor, outputs, unrepaired, number, title)
-        _refuse_custom_backwards(executor.program, tape)
+        numbers = {mark_number(entry.step.node) for entry in tape.marks}
+        customs = [c.name for c in executor.program.traced.custom_backwards if c.number in numbers]
+        if customs:
+            raise RunFailed(
+                f"--sensitivity cannot rank what makes the error of gradients that {customs[0]} computes",
+                hint="leave out --sensitivity, or rank the error of the outputs without --backward",
+            )
         names = values_of(executor)
         self.graph.merge(names.graph)
         parameters = self._parameters(executor.program)
@@ -137,16 +143,6 @@ class GradientProbe(GradientAudit):
         needed = self._needed[id(program)]
         ErrorPass(errors, tape, needed, dtypes, self._backend, customs).run({loss: pair}, errors)
         return errors
-
-
-def _refuse_custom_backwards(program: Program, tape: Tape) -> None:
-    numbers = {mark_number(entry.step.node) for entry in tape.marks}
-    names = [custom.name for custom in program.traced.custom_backwards if custom.number in numbers]
-    if names:
-        raise RunFailed(
-            f"--sensitivity cannot rank what makes the error of gradients that {names[0]} computes",
-            hint="leave out --sensitivity, or rank the error of the outputs without --backward",
-        )
 
 
 def _signs(
@@ -196,18 +192,11 @@ class DoubleBackward:
     ) -> None:
         """Run the backward pass, and keep the gradients that have errors."""
         reads, values = self._reads, self._values
+        sums = {node: e for node, e in errors.sums.items() if _has_gradient(values.get(node))}
         terms: list[_ErrorTerm] = [
-            *(
-                _ErrorTerm(key[0], "gradient", reads[key], e)
-                for key, e in errors.shares.items()
-                if key in reads
-            ),
-            *(_ErrorTerm(key[0], "jump", reads[key], e) for key, e in errors.jumps.items() if key in reads),
-            *(
-                _ErrorTerm(node, "gradient", values[node], e)
-                for node, e in errors.sums.items()
-                if _has_gradient(values.get(node))
-            ),
+            *(_ErrorTerm(k[0], "gradient", reads[k], e) for k, e in errors.shares.items() if k in reads),
+            *(_ErrorTerm(k[0], "jump", reads[k], e) for k, e in errors.jumps.items() if k in reads),
+            *(_ErrorTerm(node, "gradient", values[node], e) for node, e in sums.items()),
         ]
         ends = [node for node in parameters if node in values]
         targets = [*(term.tensor for term in terms), *(values[node] for node in ends)]
@@ -334,10 +323,8 @@ class GradientErrors(GradientObserver):
 
 
 def _total(pairs: list[GradientPair], side: int) -> torch.Tensor:
-    total = widened_tensor(pairs[0][side]).double()
-    for pair in pairs[1:]:
-        total = total + widened_tensor(pair[side])
-    return total
+    first, *others = (widened_tensor(pair[side]) for pair in pairs)
+    return sum(others, first.double())
 
 
 class ErrorPass(BackwardPass):
