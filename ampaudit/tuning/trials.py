@@ -77,14 +77,8 @@ class Trials:
     Where machines share the batches, the first decides what to run, and the others follow it; on those, each
     method raises ``PartDone`` once this machine's batches are done.
 
-    Args:
-        source: Model to run.
-        dtype: Name of the 16-bit format.
-        config: Options of ``tune``.
-        session: Session with a share of the batches.
-        changes: Rescalings of the model.
-
     Attributes:
+        changes: Rescalings of the model.
         base: Policy that puts everything in 16 bits.
     """
 
@@ -209,30 +203,24 @@ def follow(source: ModelSource, config: TuneConfig, session: Session) -> NoRetur
         with suppress(PartDone):
             if name == "start":
                 trials = Trials(source, words[0], config, session)
+                continue
+            assert trials is not None, "a start comes first"
+            if name == "rescale":
+                trials = trials.rescaled() or trials
+            elif name == "probe":
+                if words != [change.change for change in trials.changes]:
+                    raise RunFailed(
+                        "this machine rescales the model in another way than the first",
+                        hint="use machines of one kind",
+                    )
+                trials.probe()
+            elif name == "accuracy":
+                trials.accuracy(frozenset(words))
+            elif name == "keep_low":
+                trials.keep_low(words)
             else:
-                assert trials is not None, "a start comes first"
-                trials = _followed(trials, name, words)
+                trials.audit(*words)
     raise PartDone
-
-
-def _followed(trials: Trials, name: str, words: list[str]) -> Trials:
-    """Run one task; return the trials that the next task belongs to."""
-    if name == "rescale":
-        return trials.rescaled() or trials
-    if name == "probe":
-        if words != [change.change for change in trials.changes]:
-            raise RunFailed(
-                "this machine rescales the model in another way than the first",
-                hint="use machines of one kind",
-            )
-        trials.probe()
-    elif name == "accuracy":
-        trials.accuracy(frozenset(words))
-    elif name == "keep_low":
-        trials.keep_low(words)
-    else:
-        trials.audit(*words)
-    return trials
 
 
 def _base(source: ModelSource) -> RuleSet:
@@ -263,12 +251,7 @@ def rule_file(
 ) -> str:
     """Return a rule file (YAML) that extends a policy and keeps ops and weights in float32.
 
-    Args:
-        base: Policy to extend.
-        title: Title of the new policy.
-        ops: Sites in float32, by reason.
-        weights: Names of weights stored in float32.
-        every: All sites and all weights, which the patterns must tell apart.
+    ``ops`` holds sites by reason, and ``every`` all sites and weights, which the patterns must tell apart.
     """
     sites, names = every
     data: dict[str, Any] = {"name": NAME, "title": title, "extends": [base.location or base.name]}
@@ -408,12 +391,9 @@ def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) 
     and are free. A stored weight is charged the bytes that it adds, as if read once a pass.
 
     ``time`` is the roofline on a device: the longer of an op's arithmetic and its bytes, in float32 without
-    TF32. A data-dependent size counts as 1.
+    TF32. A data-dependent size counts as 1. The device is that of ``default_device`` unless one is named.
 
-    Args:
-        traced: Model with everything in 16 bits; ops that are in float32 anyway cost nothing extra.
-        kind: Unit of the costs.
-        device: Device for ``time``; by default that of ``default_device``.
+    Ops that are in float32 anyway cost nothing extra.
 
     Raises:
         UsageError: The catalogue lacks a rate of the device.
@@ -458,7 +438,10 @@ def _price(device: Device | None) -> Callable[[OpCost], float]:
 def _calls(traced: TracedModel) -> dict[SiteId, tuple[OpCost, OpCost]]:
     """Return the cost of each site as traced and in float32."""
     low = {node.name: _on_meta(results_of(node)) for node in traced.graph.nodes}
-    wide = {name: pytree.tree_map_only(torch.Tensor, _widen, value) for name, value in low.items()}
+    wide = {
+        name: pytree.tree_map_only(torch.Tensor, lambda t: t.to(WIDE.get(t.dtype, t.dtype), copy=True), value)
+        for name, value in low.items()
+    }
     nodes = {node.name: node for node in traced.graph.nodes}
     calls = {}
     for site in traced.sites:
@@ -521,10 +504,6 @@ def _known(symbol: Any) -> int:
     """Return the number that a symbol stands for in this trace, and 1 if it depends on the data."""
     number = example_size(symbol)
     return 1 if number is None else int(number)
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(WIDE.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def _castable(traced: TracedModel) -> dict[str, int]:
