@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import inline_call
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import make_trainer, managed_method
 from ampaudit.linter.flow.objects import call_model
 from ampaudit.linter.flow.optimizers import copies_method
@@ -44,9 +44,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
     "evaluate_call",

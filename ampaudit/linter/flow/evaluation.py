@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.events import AutocastEntered, GradientRead, PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.gradients import replace_gradients
-from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
+from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.optimizers import freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
 from ampaudit.linter.flow.syntax import dotted_name, module_of
@@ -46,9 +46,6 @@ from ampaudit.linter.flow.values import (
     function_of_lambda,
     literal_of,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Handlers, Interpreter, ProgramPoint
 
 __all__ = ["HANDLERS"]
 

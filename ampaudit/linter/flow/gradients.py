@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.flow.events import (
     Backward,
@@ -13,6 +13,7 @@ from ampaudit.linter.flow.events import (
     UnknownEffect,
     ZeroGrad,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import (
     STAGE,
     UNKNOWN_GRADIENTS,
@@ -28,6 +29,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
+    Arguments,
     GradAttribute,
     KnownItems,
     LossGradients,
@@ -35,10 +37,6 @@ from ampaudit.linter.flow.values import (
     Value,
     literal_of,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = [
     "autograd_grad",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import (
@@ -15,14 +15,11 @@ from ampaudit.linter.flow.events import (
     ManagedUpdate,
     ManagedZeroGrad,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import Framework
-from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
+from ampaudit.linter.flow.values import Arguments, KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 __all__ = ["MANAGED", "make_managed", "make_trainer", "managed_method"]
 

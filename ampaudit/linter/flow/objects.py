@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.events import Clip, ModelCall, PrecisionChosen
 from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.optimizers import freeze
 from ampaudit.linter.flow.state import (
     BFLOAT16_WEIGHTS,
@@ -40,9 +41,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
     "MODULE_METHODS",

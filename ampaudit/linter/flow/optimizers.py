@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow.events import OptimizerMade, OptimizerRestored, OptimizerStep, WeightsAveraged
 from ampaudit.linter.flow.gradients import zero_gradients
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import FROZEN, UNKNOWN_GRADIENTS, Phase, item_of
 from ampaudit.linter.flow.tensors import requested_dtype
 from ampaudit.linter.flow.values import (
     UNKNOWN,
+    Arguments,
     DictLiteral,
     KnownItems,
     Model,
@@ -22,10 +24,6 @@ from ampaudit.linter.flow.values import (
     Value,
     literal_of,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = [
     "average_in_list",

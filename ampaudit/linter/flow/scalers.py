@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.events import (
     ScalerRestored,
@@ -15,6 +14,7 @@ from ampaudit.linter.flow.events import (
     ScalerUpdate,
 )
 from ampaudit.linter.flow.gradients import has_single_optimizer
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import (
     PERHAPS,
     STAGE,
@@ -30,6 +30,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
+    Arguments,
     BoundMethod,
     Function,
     KnownItems,
@@ -40,10 +41,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["scaler_method"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.flow.events import ModelCall, NumberRead, OpEvaluated
 from ampaudit.linter.flow.gradients import backward, use_loss_gradients
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.syntax import names_in
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
@@ -22,6 +23,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
+    Arguments,
     Autocast,
     ImportedName,
     LiteralValue,
@@ -29,10 +31,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = [
     "ON_ANY_TENSOR",

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
@@ -24,6 +24,7 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import make_managed
 from ampaudit.linter.flow.objects import device_of
 from ampaudit.linter.flow.optimizers import average_in_list
@@ -78,9 +79,6 @@ from ampaudit.linter.flow.values import (
     Value,
     literal_of,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["assume_any_effect", "call_imported", "call_loss_function", "unknown_call"]
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Mistake, line_of
 from ampaudit.linter.flow.events import (
@@ -26,6 +26,7 @@ from ampaudit.linter.flow.events import (
     ZeroGrad,
     of_type,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import assigned_values
 from ampaudit.linter.flow.syntax import (
     calls,
@@ -36,9 +37,6 @@ from ampaudit.linter.flow.syntax import (
     tests_remainder,
 )
 from ampaudit.linter.rules.rule import rule
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["branch_of", "excludes", "side_of"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, file_number
 from ampaudit.linter.flow.events import (
@@ -28,12 +27,10 @@ from ampaudit.linter.flow.events import (
     ScriptFollowed,
     of_type,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 
 @rule("AMP814", ScalerReplaced)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, line_of, position_of
 from ampaudit.linter.flow.events import HalfLayer, ScalerStep, ScalerUnscale, ScriptFollowed, of_type
-from ampaudit.linter.flow.interpreter import DtypeUses
+from ampaudit.linter.flow.interpreter import DtypeUses, Interpreter
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import (
     covers_line,
@@ -33,9 +33,6 @@ from ampaudit.linter.flow.torch_names import (
     canonical_name,
 )
 from ampaudit.linter.rules.rule import rule
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["number_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Mistake, file_number, line_of
 from ampaudit.linter.flow.events import (
@@ -25,6 +25,7 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import MANAGED
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, STAGE, PerhapsHalf, Stage
@@ -43,9 +44,6 @@ from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, KnownItems, Model, Tensor
 from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 from ampaudit.linter.rules.rule import rule
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 
 @rule("AMP801", ManagedModel)

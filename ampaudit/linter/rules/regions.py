@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of, position_of
 from ampaudit.linter.flow.events import (
@@ -36,9 +36,6 @@ from ampaudit.linter.flow.syntax import (
 )
 from ampaudit.linter.flow.values import Autocast, DeviceValue, Scaler, literal_of
 from ampaudit.linter.rules.rule import rule
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 
 @rule("AMP840", EntryPointFollowed)
