@@ -10,8 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.flow.evaluation import HANDLERS
@@ -81,10 +80,10 @@ def _analyze(
     interpreter = Interpreter(linked, HANDLERS, earlier_names, RULES)
     events_by_entry: list[list[Event]] = []
     start = _imported(interpreter)
-    end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))
+    end = _follow(interpreter, events_by_entry, start)
     for info in script.functions.values():
         if info.relevant and info not in interpreter.called:
-            _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
+            _follow(interpreter, events_by_entry, end, info)
     for class_info in script.classes.values():
         _follow_class(interpreter, events_by_entry, end, class_info)
     interpreter.guesses = False
@@ -110,56 +109,58 @@ def _imported(interpreter: Interpreter) -> State:
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try)
 
 
-@dataclass(frozen=True)
-class _EntryPoint:
-    """Where interpretation starts: a function or, without one, the module; a method has an owner."""
+def _follow(
+    interpreter: Interpreter,
+    events_by_entry: list[list[Event]],
+    start: State,
+    info: FunctionInfo | None = None,
+    owner: Instance | None = None,
+    context: Autocast | None = None,
+) -> State:
+    """Interpret an entry point; then again with each of its most frequent conditions true and false.
 
-    info: FunctionInfo | None
-    owner: Instance | None
-    start: State
-    given: Autocast | None = None
-
-    @cached_property
-    def context(self) -> Autocast:
-        """The autocast context around the entry point, which is unknown for most functions."""
-        if self.given is not None:
-            return self.given
-        return NO_AUTOCAST if self.info is None or sets_own_context(self.info.node) else UNKNOWN_AUTOCAST
-
-
-def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry: _EntryPoint) -> State:
-    """Interpret an entry point; then again with each of its most frequent conditions true and false."""
+    It is a function or, without one, the module; a method has an owner. Most functions are called in an
+    unknown autocast context.
+    """
+    if context is None:
+        context = NO_AUTOCAST if info is None or sets_own_context(info.node) else UNKNOWN_AUTOCAST
+    run = partial(_run, interpreter, start, info, owner, context)
     interpreter.condition_counts.clear()
-    end = _follow_once(interpreter, entry, events_by_entry)
-    if not any(isinstance(event, _TRAINING_EVENTS) for event in events_by_entry[-1]):
-        return end
-    for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
-        runs: list[list[Event]] = []
-        for answer in (True, False):
-            interpreter.assumptions = {condition: answer}
-            _follow_once(interpreter, entry, runs)
-        interpreter.judge(BranchesFollowed(*runs))
-    interpreter.assumptions = {}
+    events = run()
+    events_by_entry.append(events)
+    end = interpreter.path_state or State()
+    if any(isinstance(event, _TRAINING_EVENTS) for event in events):
+        for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
+            runs = []
+            for answer in (True, False):
+                interpreter.assumptions = {condition: answer}
+                runs.append(run())
+            interpreter.judge(BranchesFollowed(*runs))
+        interpreter.assumptions = {}
     return end
 
 
-def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
-    info = entry.info
-    interpreter.path_state, interpreter.guesses = entry.start.fork(), False
-    point = ProgramPoint(interpreter.linked.main, autocast=entry.context)
-    with contextlib.suppress(StepLimitReached), interpreter.entered(point):
+def _run(
+    interpreter: Interpreter,
+    start: State,
+    info: FunctionInfo | None,
+    owner: Instance | None,
+    context: Autocast,
+) -> list[Event]:
+    interpreter.path_state, interpreter.guesses = start.fork(), False
+    main = interpreter.linked.main
+    with contextlib.suppress(StepLimitReached), interpreter.entered(ProgramPoint(main, autocast=context)):
         if info is None:
-            interpreter.execute(interpreter.linked.main.tree.body)
+            interpreter.execute(main.tree.body)
         else:
-            arguments = {} if entry.owner is not None else _never_passed(interpreter.linked.main, info)
-            inline_call(interpreter, info, info.node, arguments, None if info.is_static else entry.owner)
+            arguments = {} if owner is not None else _never_passed(main, info)
+            inline_call(interpreter, info, info.node, arguments, None if info.is_static else owner)
     events = list(interpreter.events.values())
     interpreter.events = {}
     interpreter.budget.next_entry_point()
     if not interpreter.managed:
         interpreter.judge(EntryPointFollowed(events))
-    events_by_entry.append(events)
-    return interpreter.path_state or State()
+    return events
 
 
 def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
@@ -187,7 +188,7 @@ def _follow_class(
     interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.method("__init__")
     if start is not None and info.is_relevant:
-        end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
+        end = _follow(interpreter, events_by_entry, end, start, owner)
     if start is None and info.fields:
         interpreter.path_state = end = end.fork()
         instance_of_class(interpreter, info)
@@ -196,7 +197,7 @@ def _follow_class(
         autocast = context if name in _STEPS_OF_LIGHTNING else None
         matters = method.relevant or autocast is not None
         if matters and method is not start and method not in interpreter.called:
-            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, autocast))
+            _follow(interpreter, events_by_entry, end, method, owner, autocast)
     interpreter.managed = False
     events = [event for entry in events_by_entry[before:] for event in entry]
     interpreter.judge(ClassFollowed(info, events))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -103,21 +103,7 @@ class Mistake:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnostic:
-    """One mistake in a script.
+class Diagnostic(Mistake):
+    """A mistake with the code of the rule that reports it."""
 
-    Attributes:
-        code: Code of the rule.
-        node: Node at which to report it.
-        cause: Description of the mistake in one sentence.
-        advice: Remedy.
-        fix: Change that resolves it, if there is one.
-        certainty: Certainty of the mistake.
-    """
-
-    code: str
-    node: ast.AST
-    cause: str
-    advice: str
-    fix: Fix | None = None
-    certainty: Certainty = Certainty.KNOWN
+    code: str = field(kw_only=True)

@@ -12,32 +12,17 @@ from libcst import metadata
 from ampaudit.linter.diagnostic import Fix
 from ampaudit.linter.source_text import character_column, split_lines
 
-__all__ = ["apply_every_fix", "apply_fixes"]
+__all__ = ["apply_fixes"]
 
 Node: TypeAlias = Any  # libcst's leave functions take and return another type for each kind of node
 
 
-def apply_fixes(text: str, fixes: Sequence[Fix]) -> str:
-    """Apply fixes to a script, except those whose node is not found.
+def apply_fixes(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
+    """Return a script after fixes, and which were applied: those whose node is there.
 
     Raises:
         libcst.ParserSyntaxError: The script is not valid for libcst.
     """
-    return _apply(text, fixes)[0]
-
-
-def apply_every_fix(text: str, fixes: Sequence[Fix]) -> str | None:
-    """Apply fixes to a script; return ``None`` unless each can be applied.
-
-    Raises:
-        libcst.ParserSyntaxError: The script is not valid for libcst.
-    """
-    after, applied = _apply(text, fixes)
-    return after if applied == set(fixes) else None
-
-
-def _apply(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
-    """Return the text, and the fixes of expressions and statements that were applied."""
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     lines = split_lines(text)
     fixes_at: dict[tuple[int, int], list[Fix]] = {}
@@ -94,26 +79,17 @@ def _step_by_scaler(original: Node, node: Node, fix: Fix) -> Node:
     return cst.Call(cst.parse_expression(f"{fix.details[0]}.step"), [cst.Arg(node.func.value)])
 
 
-def _parse_statement(text: str) -> cst.SimpleStatementLine:
-    parsed = cst.parse_statement(text)
-    assert isinstance(parsed, cst.SimpleStatementLine)
-    return parsed
-
-
 def _insert_before(original: Node, node: Node, fix: Fix) -> Node:
-    new = _parse_statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
+    new = cst.parse_statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
     return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
 
 
 def _insert_after(original: Node, node: Node, fix: Fix) -> Node:
-    return cst.FlattenSentinel([node, _parse_statement(fix.details[0])])
+    return cst.FlattenSentinel([node, cst.parse_statement(fix.details[0])])
 
 
 def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
-    del fix
-    if len(original.body) != 1:
-        return node
-    return cst.RemoveFromParent()
+    return cst.RemoveFromParent() if len(original.body) == 1 else node
 
 
 def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
@@ -136,10 +112,7 @@ def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
-    del fix
-    if not _is_call(original, "binary_cross_entropy"):
-        return node
-    inner = node.args[0].value
+    inner = node.args[0].value if _is_call(original, "binary_cross_entropy") else None
     if not isinstance(inner, cst.Call):
         return node
     logits = inner.args[0].value if inner.args else getattr(inner.func, "value", None)
@@ -195,17 +168,13 @@ _DECORATORS: Final = {"forward": "custom_fwd", "backward": "custom_bwd"}
 
 def _decorate(original: Node, node: Node, fix: Fix) -> Node:
     """Decorate the methods of an autograd function."""
-    body = [
-        method.with_changes(decorators=[*method.decorators, _decorator(_DECORATORS[method.name.value])])
-        if isinstance(method, cst.FunctionDef) and method.name.value in _DECORATORS
-        else method
-        for method in node.body.body
-    ]
+    body = list(node.body.body)
+    for index, method in enumerate(body):
+        if isinstance(method, cst.FunctionDef) and method.name.value in _DECORATORS:
+            call = f'torch.amp.{_DECORATORS[method.name.value]}(device_type="cuda")'
+            new = cst.Decorator(cst.parse_expression(call))
+            body[index] = method.with_changes(decorators=[*method.decorators, new])
     return node.with_changes(body=node.body.with_changes(body=body))
-
-
-def _decorator(name: str) -> cst.Decorator:
-    return cst.Decorator(cst.parse_expression(f'torch.amp.{name}(device_type="cuda")'))
 
 
 # the changes by kind of fix, each for nodes of some types

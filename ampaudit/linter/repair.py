@@ -82,7 +82,7 @@ def _apply(
 
     for _ in range(rounds):
         try:
-            now = analyze(apply_fixes(now.text, fixes))
+            now = analyze(apply_fixes(now.text, fixes)[0])
         except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, ScriptTooLong):
             break
         fixes = selection.fixes(now.text, now.diagnostics)

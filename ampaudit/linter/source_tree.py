@@ -283,4 +283,4 @@ class LinkedScript:
         place = ast.copy_location(ast.Pass(), item.node)
         place.lineno -= number * LINES_PER_FILE
         place.end_lineno = (place.end_lineno or 0) - number * LINES_PER_FILE
-        return Diagnostic(item.code, place, cause, item.advice, None, item.certainty)
+        return replace(item, node=place, cause=cause, fix=None)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ampaudit.linter.diagnostic import Fix
 from ampaudit.linter.flow.script import read_script
 from ampaudit.linter.repair import is_bound
 from tests.linter.examples import BAD, lint
@@ -131,9 +132,10 @@ def test_a_repair_that_leaves_another_mistake_is_not_kept(monkeypatch: pytest.Mo
     text = BAD["AMP803"]
     assert lint(text, fix=True).after != text
 
-    def breaks(text: str, fixes: object) -> str:
+    def breaks(text: str, fixes: object) -> tuple[str, set[Fix]]:
         del fixes
-        return text.replace("        optimizer.step()", "        scaler.update()\n        scaler.update()")
+        new = "        scaler.update()\n        scaler.update()"
+        return text.replace("        optimizer.step()", new), set()
 
     monkeypatch.setattr("ampaudit.linter.fixes.apply_fixes", breaks)
     linted = lint(text, fix=True)
@@ -147,11 +149,11 @@ def test_one_bad_repair_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch
     text = BAD["AMP803"] + "\n\n" + BAD["AMP809"].replace("def train", "def train_again")
     applied = fixes.apply_fixes
 
-    def breaks_one(text: str, given: list[fixes.Fix]) -> str:
+    def breaks_one(text: str, given: list[Fix]) -> tuple[str, set[Fix]]:
         bad = any(fix.kind == "step by scaler" for fix in given)
-        changed = applied(text, given)
+        changed, found = applied(text, given)
         more = BAD["AMP815"].replace("def train", "def more")
-        return f"{changed}\n\n{more}" if bad else changed
+        return f"{changed}\n\n{more}" if bad else changed, found
 
     good = lint(text, fix=True)
     monkeypatch.setattr("ampaudit.linter.fixes.apply_fixes", breaks_one)

@@ -536,13 +536,12 @@ def _text_of(change: LineChange) -> str | None:
 def _rewritten(text: str, change: LineChange) -> str | None:
     import libcst
 
-    from ampaudit.linter.fixes import apply_every_fix
+    from ampaudit.linter.fixes import apply_fixes
 
     try:
         fixes = replacements(text, change)
-        after = apply_every_fix(text, fixes) if fixes else None
-        if after is not None:
-            ast.parse(after)
+        after, applied = apply_fixes(text, fixes)
+        ast.parse(after)
     except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
         return None
-    return after
+    return after if fixes and applied == set(fixes) else None

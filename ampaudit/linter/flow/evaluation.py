@@ -119,10 +119,6 @@ def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -
     interpreter.path_state = None
 
 
-def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
-    interpreter.evaluate(node.value)
-
-
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
@@ -266,10 +262,6 @@ def _delete(interpreter: Interpreter, node: ast.Delete) -> None:
             interpreter.state.bind(interpreter.frame, target.id, UNKNOWN)
 
 
-def _assert(interpreter: Interpreter, node: ast.Assert) -> None:
-    interpreter.evaluate(node.test)
-
-
 def _import(interpreter: Interpreter, node: ast.Import) -> None:
     for alias in node.names:
         name, path = alias.asname or alias.name.split(".")[0], alias.name if alias.asname else ""
@@ -304,15 +296,6 @@ def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctio
 def _class(interpreter: Interpreter, node: ast.ClassDef) -> None:
     if node.name in interpreter.script.classes:
         interpreter.state.bind(interpreter.frame, node.name, Class(interpreter.script.classes[node.name]))
-
-
-def _name(interpreter: Interpreter, node: ast.Name) -> Value:
-    return interpreter.lookup(node.id)
-
-
-def _constant(interpreter: Interpreter, node: ast.Constant) -> Value:
-    del interpreter
-    return LiteralValue(node.value)
 
 
 def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
@@ -351,7 +334,7 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, Managed):
         return base
     text = dotted_name(node)
-    return interpreter.lookup(text, text) if text else UNKNOWN
+    return interpreter.lookup(text) if text else UNKNOWN
 
 
 def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> Value:
@@ -503,7 +486,7 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
         return any_of
     if item is not None:
         return interpreter.infer_from_usage(item, text)
-    return interpreter.lookup(text, text) if text else UNKNOWN
+    return interpreter.lookup(text) if text else UNKNOWN
 
 
 def _walrus(interpreter: Interpreter, node: ast.NamedExpr) -> Value:
@@ -512,7 +495,7 @@ def _walrus(interpreter: Interpreter, node: ast.NamedExpr) -> Value:
     return value
 
 
-def _operand(interpreter: Interpreter, node: ast.Await | ast.Starred | ast.FormattedValue) -> Value:
+def _operand(interpreter: Interpreter, node: ast.Expr | ast.Await | ast.Starred) -> Value:
     return interpreter.evaluate(node.value)
 
 
@@ -526,7 +509,7 @@ def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
 
 
 HANDLERS: Handlers = {
-    ast.Expr: _expression,
+    ast.Expr: _operand,
     ast.Assign: _assign,
     ast.AnnAssign: _annotated,
     ast.AugAssign: _augmented,
@@ -544,14 +527,14 @@ HANDLERS: Handlers = {
     ast.Break: _leave_iteration,
     ast.Continue: _leave_iteration,
     ast.Delete: _delete,
-    ast.Assert: _assert,
+    ast.Assert: lambda interpreter, node: interpreter.evaluate(node.test),
     ast.Import: _import,
     ast.ImportFrom: _import_from,
     ast.FunctionDef: _function,
     ast.AsyncFunctionDef: _function,
     ast.ClassDef: _class,
-    ast.Name: _name,
-    ast.Constant: _constant,
+    ast.Name: lambda interpreter, node: interpreter.lookup(node.id),
+    ast.Constant: lambda _, node: LiteralValue(node.value),
     ast.Attribute: _attribute,
     ast.Call: evaluate_call,
     ast.BinOp: _binary,

@@ -256,7 +256,7 @@ class Interpreter:
         earlier = self.diagnostics.get(key)
         if earlier is None or earlier.certainty < certainty:
             self.diagnostics[key] = Diagnostic(
-                rule.code, node, mistake.cause, mistake.advice, mistake.fix, certainty
+                node, mistake.cause, mistake.advice, mistake.fix, certainty, code=rule.code
             )
 
     def record(self, event: Event) -> None:
@@ -346,7 +346,7 @@ class Interpreter:
 
     # names
 
-    def lookup(self, name: str, text: str = "") -> Value:
+    def lookup(self, name: str) -> Value:
         """Return the value of a name."""
         frame = self.frame
         value = self.state.value(frame, name)
@@ -355,7 +355,7 @@ class Interpreter:
             value = self.state.value(frame, name)
         if value is None:
             value = self._global(name)
-        return self.infer_from_usage(value, text or name)
+        return self.infer_from_usage(value, name)
 
     def _global(self, name: str) -> Value:
         defined = self._definition(self.script, name)

@@ -383,13 +383,12 @@ def join_values(one: Value, other: Value) -> Value:
             return replace(value, optional=True) if isinstance(value, Scaler) else value
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
-        (class_name,) = _agreement(one, other, "class_name", otherwise="")
-        return replace(one, class_name=class_name, models=models)
+        return replace(one, class_name=_agreement(one, other).get("class_name", ""), models=models)
     for managed, plain in ((one, other), (other, one)):
         if isinstance(managed, Managed) and isinstance(plain, Optimizer | Unknown):  # prepared in one branch
             return replace(managed, scales=Certainty.UNKNOWN, divides=False)
     if isinstance(one, Scaler) and isinstance(other, Scaler):
-        enabled = one.enabled if one.enabled == other.enabled else None
+        enabled = _agreement(one, other).get("enabled")
         return replace(one, enabled=enabled, optional=one.optional or other.optional)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
         return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
@@ -462,7 +461,8 @@ def flattened(values: Iterable[Value]) -> list[Value]:
 
 def _join_contexts(one: Value, other: Value) -> Value:
     if isinstance(one, Autocast) and isinstance(other, Autocast):
-        enabled, device, dtype = _agreement(one, other, "enabled", "device", "dtype")
+        agreement = _agreement(one, other)
+        enabled, device, dtype = map(agreement.get, ("enabled", "device", "dtype"))
         return Autocast(enabled, device, dtype, one.node)
     context = one if isinstance(one, Autocast) else other
     assert isinstance(context, Autocast)
@@ -470,32 +470,11 @@ def _join_contexts(one: Value, other: Value) -> Value:
 
 
 def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
-    dtype, weights_dtype, computed_under, loss = _agreement(
-        one, other, "dtype", "weights_dtype", "computed_under", "loss", otherwise=""
-    )
-    upcast, model_calls, divided, sigmoid, node = _agreement(
-        one, other, "upcast", "model_calls", "divided", "sigmoid", "node"
-    )
-    (scaler_key,) = _agreement(one, other, "scaler_key", otherwise=MAYBE)
-    rounded = one.rounded or other.rounded
-    detached = one.is_detached and other.is_detached
-    return Tensor(
-        scaler_key,
-        dtype,
-        weights_dtype,
-        computed_under,
-        upcast,
-        model_calls,
-        loss,
-        divided,
-        sigmoid,
-        rounded,
-        detached,
-        node,
-    )
+    agreement = _agreement(one, other)
+    return Tensor(**{"scaler_key": MAYBE, "rounded": one.rounded or other.rounded, **agreement})
 
 
-def _agreement(one: Value, other: Value, *fields: str, otherwise: str | None = None) -> list[Any]:
-    """Return fields of two values, with a default where they differ."""
-    pairs = [(getattr(one, field), getattr(other, field)) for field in fields]
-    return [left if left == right else otherwise for left, right in pairs]
+def _agreement(one: Value, other: Value) -> dict[str, Any]:
+    """Return the fields that two values of one class have in common."""
+    pairs = ((name, getattr(one, name)) for name in one.__slots__)
+    return {name: value for name, value in pairs if value == getattr(other, name)}

@@ -68,9 +68,7 @@ def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
 
 
 def _mistakes(code: str, flow: Interpreter) -> Iterator[Mistake]:
-    for item in _unfit_numbers(flow):
-        if item.code == code:
-            yield Mistake(item.node, item.cause, item.advice, item.fix, item.certainty)
+    yield from (item for item in _unfit_numbers(flow) if item.code == code)
 
 
 @lru_cache(maxsize=1)
@@ -300,12 +298,12 @@ class ConstantFinder:
         """Report a mask at a node, by default the value itself, that fills the tensor with a name."""
         limit = "min" if (self._literal(value) or 0) < 0 else "max"
         return UnfitNumber(
-            "AMP860",
             node or value,
             f"{self._literal(value):g} is outside the range of float16, whose minimum "
             "is -65504: filling with it raises, a product is -inf",
             "use torch.finfo(x.dtype).min of the tensor to fill",
             Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}") if text else None,
+            code="AMP860",
         )
 
     def _check_fill(self, node: ast.Call) -> Iterator[UnfitNumber]:
@@ -350,10 +348,10 @@ class ConstantFinder:
 
     def _eps_diagnostic(self, value: ast.expr) -> UnfitNumber:
         return UnfitNumber(
-            "AMP861",
             value,
             f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
             "use at least 1e-6, or compute this in float32",
+            code="AMP861",
         )
 
     def _check_sum(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
@@ -378,10 +376,10 @@ class ConstantFinder:
         for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
             if self._rounds_to_one(value, limit) and not _is_float32(receiver):
                 yield UnfitNumber(
-                    "AMP861",
                     node,
                     f"{ast.unparse(value)} rounds to 1 in {dtype}, whose largest number below 1 is {below}",
                     f"use at most {most}, or compute this in float32",
+                    code="AMP861",
                     dtype=dtype,
                 )
 
