@@ -193,6 +193,4 @@ _CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], N
     "add entry": (cst.Dict, _add_entry),
     "decorate": (cst.ClassDef, _decorate),
 }
-
-
 _EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))

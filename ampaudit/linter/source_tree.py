@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -94,7 +95,9 @@ class SourceTree:
     def __init__(self, files: Iterable[Path] = ()) -> None:
         self.paths = [path for path in files if path.suffix == ".py"]
         self._numbers = {os.path.abspath(path): number for number, path in enumerate(self.paths, 1)}
-        self._modules = {part for path in self._numbers for part in _last_parts(path)}
+        # a file may be imported under its own name, or those of its directories
+        parts = (path.removesuffix(".py").split(os.sep)[-6:] for path in self._numbers)
+        self._modules = set(chain.from_iterable(parts))
         self._parsed: dict[int, Script | None] = {}
         self._known = dict(enumerate(KNOWN_MODULES, len(self.paths) + 1))
 
@@ -166,12 +169,6 @@ class SourceTree:
             yield directory
             yield os.path.join(directory, "src")
             directory, above = os.path.dirname(directory), directory
-
-
-def _last_parts(path: str) -> tuple[str, ...]:
-    """Return the names under which a file may be imported: its own, and those of its directories."""
-    parts = path.removesuffix(".py").split(os.sep)
-    return tuple(parts[-6:])
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from ampaudit.linter.diagnostic import file_number
-from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
-from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
+from ampaudit.linter.flow import objects, optimizers, tensors, torch_calls
+from ampaudit.linter.flow.gradients import gradient_method, scaler_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import make_trainer, managed_method
@@ -78,7 +78,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
     arguments = _arguments(interpreter, node)
     if isinstance(base, Scaler):
-        return scalers.scaler_method(interpreter, node, base, name, arguments)
+        return scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
         return optimizers.optimizer_method(interpreter, node, base, name, arguments)
     if isinstance(base, Model):

@@ -52,7 +52,6 @@ __all__ = [
     "model_method",
 ]
 
-
 MODULE_METHODS: Final = frozenset(
     "train eval to cuda cpu half float parameters named_parameters modules children state_dict"
     " load_state_dict register_buffer register_parameter zero_grad apply requires_grad_ log log_dict".split()
@@ -62,8 +61,6 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
     " gradient_checkpointing_enable enable_input_require_grads save_pretrained push_to_hub"
     " print_trainable_parameters set_epoch init_weights freeze unfreeze add_module load_adapter".split()
 )
-
-
 _TRAINS: Final = re.compile(r"backward|train_|_step$|optimi[sz]e_|learn")
 
 
@@ -103,7 +100,12 @@ def model_method(
     state = interpreter.state
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
         _cast(interpreter, node, model, name, arguments)
-        move_model(interpreter, model, arguments)
+        for value in arguments.all():
+            device = device_of(value)
+            if device:
+                state.set_fact(DEVICE, device, model.key)
+            elif value is UNKNOWN or isinstance(value, DeviceValue):
+                state.set_fact(DEVICE, PERHAPS, model.key)
         return model
     if name in ("cuda", "cpu"):
         state.set_fact(DEVICE, name, model.key)
@@ -130,10 +132,10 @@ def model_method(
     if name in _WITHOUT_FORWARD or "optim" in name:
         return UNKNOWN
     method = "forward" if name in ("forward", "__call__") else name
-    value = call_model(interpreter, node, model, arguments, method)
-    if method == "forward" or not isinstance(value, Tensor) or method_of(model, method) is not None:
-        return value
-    return Tensor(computed_under=value.computed_under)  # what it returns may be of several graphs
+    returned = call_model(interpreter, node, model, arguments, method)
+    if method == "forward" or not isinstance(returned, Tensor) or method_of(model, method) is not None:
+        return returned
+    return Tensor(computed_under=returned.computed_under)  # what it returns may be of several graphs
 
 
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
@@ -232,13 +234,7 @@ def guessed_model(
     return replace(model, instance=guessed)
 
 
-def _is_known_network(interpreter: Interpreter, model: Model) -> bool:
-    """Return whether a model is of a package whose networks end in a matrix product or a convolution."""
-    is_known = model.origin.startswith(_NETWORKS)
-    interpreter.guesses = interpreter.guesses or is_known
-    return is_known
-
-
+# packages whose networks end in a matrix product or a convolution
 _NETWORKS: Final = ("segmentation_models_pytorch.", "timm.create_model", "monai.networks.nets.")
 
 
@@ -289,7 +285,9 @@ def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Argument
             return ""
     if model.layers:
         return arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
-    return cast if _is_known_network(interpreter, model) else ""
+    is_known = model.origin.startswith(_NETWORKS)
+    interpreter.guesses = interpreter.guesses or is_known
+    return cast if is_known else ""
 
 
 def method_of(model: Model, name: str) -> FunctionInfo | None:
@@ -306,16 +304,6 @@ def device_of(value: Value | None) -> str:
         head = text.partition(":")[0]
         return head if head in ("cuda", "cpu", "mps", "xpu") else ""
     return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
-
-
-def move_model(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
-    """Record where ``model.to(...)`` moves a model."""
-    for value in arguments.all():
-        device = device_of(value)
-        if device:
-            interpreter.state.set_fact(DEVICE, device, model.key)
-        elif value is UNKNOWN or isinstance(value, DeviceValue):
-            interpreter.state.set_fact(DEVICE, PERHAPS, model.key)
 
 
 def applies_to_device(interpreter: Interpreter, model: Model) -> bool:

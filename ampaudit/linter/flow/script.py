@@ -54,7 +54,6 @@ _SCHEDULER = re.compile(r"sched")
 _MODEL = re.compile(
     r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone|student|teacher|classifier|transformer|network"
 )
-
 _MAKES_MODELS = re.compile(r"build|factory|_fn$|func|creat|make|init|class|cls|load")
 _OF_MODELS = frozenset(
     "parameters train eval half named_parameters state_dict no_sync zero_grad (call)".split()
@@ -63,8 +62,6 @@ _OF_ESTIMATORS = frozenset({"fit", "transform"})
 _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
 _MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-
-
 _IS_LOSS = re.compile(r"Loss|Criterion|Metric|Wrapper|Function")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
 
@@ -207,12 +204,12 @@ class Script:
         return assignments
 
     @cached_property
-    def assigned(self) -> dict[str, list[ast.expr]]:
-        """The expressions that are assigned to each dotted name."""
-        expressions: dict[str, list[ast.expr]] = {}
+    def assigned(self) -> dict[str, list[Assignment]]:
+        """The assignments to each dotted name."""
+        by_name: dict[str, list[Assignment]] = {}
         for item in self.assignments:
-            expressions.setdefault(item.name, []).append(item.value)
-        return expressions
+            by_name.setdefault(item.name, []).append(item)
+        return by_name
 
     @cached_property
     def root_module(self) -> ClassInfo | None:
@@ -243,10 +240,7 @@ class Script:
         A name follows another that it is assigned from, once, or ``not`` that. What is ``None`` unless a
         condition holds, such as a scaler, follows the condition.
         """
-        by_name: dict[str, list[Assignment]] = {}
-        for item in self.assignments:
-            by_name.setdefault(item.name, []).append(item)
-        followed = ((name, _followed_setting(items)) for name, items in by_name.items())
+        followed = ((name, _followed_setting(items)) for name, items in self.assigned.items())
         return {name: setting for name, setting in followed if setting is not None and setting[0] != name}
 
     @cached_property

@@ -131,7 +131,6 @@ BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
 FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
 HALVED_IN_LOOP: Final = FactKind[ast.AST]("halved in loop")  # a cast to float16 in only some iterations
 DEVICE: Final = FactKind[str]("device")
-
 CAST_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}
 
 

@@ -51,7 +51,6 @@ __all__ = [
     "tensor_method",
 ]
 
-
 # methods that nothing but a tensor has, or that do no harm to what else has them
 ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
@@ -258,9 +257,8 @@ def tensor_method(
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
     if name in MAKES_LIKE:
-        dtype_argument = arguments.keywords.get("dtype")
-        dtype = base.dtype if dtype_argument is None else dtype_named(dtype_argument)
-        return Tensor(dtype=dtype, node=node)
+        chosen = arguments.keywords.get("dtype")
+        return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=node)
     if name in WRITES_SAME_DTYPE:
         return base
     if name in ("div", "mul", "div_", "mul_"):
@@ -289,12 +287,10 @@ def dtype_of_result(interpreter: Interpreter, name: str) -> str:
 
 def requested_dtype(name: str, arguments: Arguments) -> str:
     """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
+    if name in ("to", "type"):
+        return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
-    if name in names:
-        return names[name]
-    if name not in ("to", "type"):
-        return ""
-    return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
+    return names.get(name, "")
 
 
 def _are_positions(*operands: ast.AST) -> bool:

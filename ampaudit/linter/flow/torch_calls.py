@@ -61,6 +61,7 @@ from ampaudit.linter.flow.values import (
     DictLiteral,
     Function,
     GradAttribute,
+    ImportedName,
     Instance,
     KnownItems,
     LiteralValue,
@@ -81,7 +82,6 @@ from ampaudit.linter.flow.values import (
 )
 
 __all__ = ["assume_any_effect", "call_imported", "call_loss_function", "unknown_call"]
-
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
@@ -131,16 +131,13 @@ def _call_torch(
         return tensors.outer_product(interpreter, node, arguments.all())
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
-    if path in WITHOUT_HALF_KERNEL:
+    if path in WITHOUT_HALF_KERNEL or path.startswith("torch.fft."):
         tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
         return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
         return call_loss_function(
             interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
         )
-    if path.startswith("torch.fft."):
-        tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
-        return UNSCALED_TENSOR
     if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
         return modules
     if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
@@ -208,25 +205,18 @@ def _sums(equation: Value | None) -> bool:
 
 def _made_tensor(node: ast.Call, name: str, arguments: Arguments) -> Tensor:
     """Return a new tensor, which is float32 unless another dtype is given, or follows from the arguments."""
-    dtype_argument = arguments.keywords.get("dtype")
-    dtype = (
-        tensors.dtype_named(dtype_argument)
-        if dtype_argument is not None
-        else "float32"
-        if MAKES_TENSORS[name]
-        else ""
-    )
+    default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
+    dtype = tensors.dtype_named(arguments.keywords.get("dtype", default))
     is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
     return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
 
 
 def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
     """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
-    by_autocast = tensors.dtype_of_result(interpreter, name)
+    if by_autocast := tensors.dtype_of_result(interpreter, name):
+        return by_autocast
     dtypes = {value.dtype for value in operands}
-    return by_autocast or (
-        dtypes.pop() if len(dtypes) == 1 and tensors.keeps_dtype(interpreter, name) else ""
-    )
+    return dtypes.pop() if len(dtypes) == 1 and tensors.keeps_dtype(interpreter, name) else ""
 
 
 def _context(kind: str) -> Handler:
@@ -241,8 +231,7 @@ def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Val
 
 
 def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    value = arguments.get(0, "mode")
-    return ContextManager("no_grad" if literal_of(value) is False else "unsure")
+    return ContextManager("no_grad" if literal_of(arguments.get(0, "mode")) is False else "unsure")
 
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
@@ -250,6 +239,11 @@ def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> V
     text = literal_of(value)
     has_index = arguments.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
     return DeviceValue(device_of(value), has_index)
+
+
+def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    parts = [value.models if isinstance(value, Parameters) else None for value in arguments.positional]
+    return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
 
 
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
@@ -271,16 +265,8 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
     "functools.partial": _partial,
-    "itertools.chain": lambda interpreter, node, arguments: _chain(arguments),
+    "itertools.chain": _chain,
 }
-
-
-def _chain(arguments: Arguments) -> Value:
-    models: frozenset[str] | None = frozenset()
-    for value in arguments.positional:
-        more = value.models if isinstance(value, Parameters) else None
-        models = None if models is None or more is None else models | more
-    return Parameters(models)
 
 
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
@@ -372,14 +358,8 @@ def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
 
 
 _CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
-
-
 _CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
-
-
 _LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
-
-
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
 
 
@@ -392,19 +372,16 @@ def make_autocast(
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
     device_type = device_of(values.get("device_type")) if device is None else device
-    dtype: str | None = ""
-    if values["dtype"] is not None:
-        dtype = tensors.dtype_named(values["dtype"]) or None
-        if isinstance(values["dtype"], LiteralValue) and values["dtype"].value is None:
-            dtype = ""
+    chosen = values["dtype"]
+    by_default = chosen is None or (isinstance(chosen, LiteralValue) and chosen.value is None)
+    dtype = "" if by_default else tensors.dtype_named(chosen or UNKNOWN) or None
     if dtype in ("float32", "float64"):
         return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
     enabled = _enabled(
         interpreter, values["enabled"], arguments.expression(names.index("enabled"), "enabled")
     )
     conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
-    cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
-    caches = literal_of(cache) is True
+    caches = literal_of(arguments.keywords.get("cache_enabled", LiteralValue(True))) is True
     return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
 
 
@@ -469,7 +446,5 @@ def call_loss_function(
 
 def reduction_of(arguments: Arguments) -> str:
     """Return the reduction of a loss, ``?`` if it is not known."""
-    value = arguments.keywords.get("reduction")
-    if value is None:
-        return "mean"
+    value = arguments.keywords.get("reduction", LiteralValue("mean"))
     return str(value.value) if isinstance(value, LiteralValue) else "?"

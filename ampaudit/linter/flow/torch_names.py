@@ -41,7 +41,6 @@ __all__ = [
     "makes_optimizer",
 ]
 
-
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
 BFLOAT16_ROUNDS_TO_ONE: Final = 2.0**-9
 FLOAT16_ROUNDS_TO_ONE: Final = 2.0**-12  # half of the distance from 1 to the next smaller number
@@ -204,8 +203,6 @@ _MODELS: Final = (
 )
 _PRETRAINED: Final = ("transformers.", "diffusers.")
 _NO_MODELS: Final = re.compile(r"Tokenizer|Processor|Config|Extractor|Scheduler|Pipeline")
-
-
 _OPTIMIZERS: Final = re.compile(
     r"(?:Fused|Paged|CPU|DeepSpeedCPU)?(?:Ada(?:m|factor|grad|belief|Bound|n)|SGD|Lion|L[Aa][Mm][Bb]|LARS|NAdam"
     r"|RAdam|RMS[Pp]rop|Prodigy|NovoGrad|Shampoo|SOAP|Muon|Ranger|Sophia)(?:W|\d+bit|[A-Z]\w*)*"

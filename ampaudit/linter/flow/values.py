@@ -50,7 +50,6 @@ __all__ = [
     "literal_of",
 ]
 
-
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
 MAYBE: Final = "?"  # differs between the paths that lead here
 

@@ -229,7 +229,8 @@ def _zeroed_on_one_branch(flow: Interpreter, branches: BranchesFollowed) -> Iter
 
 def _may_zero_itself(flow: Interpreter, step: StepEvent) -> bool:
     """Return whether an optimizer is of a class that is not known, and that may zero the gradients."""
-    values = flow.script.assigned.get(step.optimizer.removeprefix("name "), ())
+    assignments = flow.script.assigned.get(step.optimizer.removeprefix("name "), ())
+    values = (item.value for item in assignments)
     classes = (last_component(dotted_name(v.func)) for v in values if isinstance(v, ast.Call))
     return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)
 

@@ -36,17 +36,12 @@ from ampaudit.linter.rules.rule import rule
 
 __all__ = ["number_of"]
 
-
 _FLOAT16_MAX: Final = 65504.0
 _SMALL: Final = 2.0**-8
-
-
 # autocast computes these in float32, and so what is added to them
 _FLOAT32_FUNCTIONS: Final = frozenset(
     "norm sum exp softmax log_softmax pow prod cumsum dist logsumexp float double item".split()
 )
-
-
 # from where a number rounds to 1, the largest below that, and one that is surely not rounded to it
 _BELOW_ONE: Final = {
     "float16": (FLOAT16_ROUNDS_TO_ONE, "0.9995", "0.999"),
@@ -211,14 +206,8 @@ def _power(base: float, exponent: float) -> float:
 _MAX_BASE: Final = 2.0**10
 _MAX_EXPONENT: Final = 2.0**6
 _MAX_OPERAND: Final = 1e12
-
-
 _FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
-
-
 _FINFO: Final = frozenset({"torch.finfo", "np.finfo", "numpy.finfo"})
-
-
 _OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Mult: lambda left, right: left * right,
     ast.Pow: _power,
@@ -433,7 +422,7 @@ def _dtype(script: Script, value: ast.expr) -> str:
         return ""
     dtype_argument = keyword_value(value, "dtype")
     name = "" if dtype_argument is None else dotted_name(dtype_argument)
-    values = script.assigned.get(name, [])
-    name = dotted_name(values[0]) if len(values) == 1 else name
+    assignments = script.assigned.get(name, [])
+    name = dotted_name(assignments[0].value) if len(assignments) == 1 else name
     dtype = DTYPES.get(canonical_name(name), "")
     return dtype if dtype in ("float16", "bfloat16") else ""

@@ -255,11 +255,11 @@ def _scalers(flow: Interpreter, events: list[Event]) -> list[Scaler]:
 def _dtype_choices(flow: Interpreter) -> dict[str, ast.expr]:
     """Return the names that are assigned either 16-bit dtype of torch, with what chooses it."""
     return {
-        name: value
-        for name, values in flow.script.assigned.items()
-        for value in values
-        if isinstance(value, ast.IfExp | ast.Subscript)
-        and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(value)}
+        item.name: item.value
+        for assignments in flow.script.assigned.values()
+        for item in assignments
+        if isinstance(item.value, ast.IfExp | ast.Subscript)
+        and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(item.value)}
     }
 
 
