@@ -7,12 +7,17 @@ from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.events import AutocastEntered, GradientRead, PrecisionChosen, ScaleCompared
-from ampaudit.linter.flow.gradients import replace_gradients
+from ampaudit.linter.flow.events import (
+    AutocastEntered,
+    GradientRead,
+    PrecisionChosen,
+    ScaleCompared,
+    UnknownEffect,
+)
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.optimizers import freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
-from ampaudit.linter.flow.syntax import dotted_name, module_of
+from ampaudit.linter.flow.syntax import dotted_name, last_component, module_of
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
@@ -43,7 +48,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Truth,
     Value,
-    function_of_lambda,
     literal_of,
 )
 
@@ -86,31 +90,23 @@ def _execute_body(
 
 
 def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
+    """Execute the body once for each item, if these are a few objects that are known."""
     items = interpreter.evaluate(node.iter)
-    if isinstance(items, KnownItems) and not items.repeated and _are_objects(items) and not node.orelse:
-        _unroll(interpreter, node, items)
-    else:
+    objects = items.items if isinstance(items, KnownItems) and not items.repeated else ()
+    are_known = all(isinstance(item, Optimizer | Model | Scaler | Instance) for item in objects)
+    if node.orelse or not are_known or not 0 < len(objects) <= _MAX_UNROLLED:
         _repeat(interpreter, node, item_of(items))
-
-
-def _are_objects(items: KnownItems) -> bool:
-    """Return whether some items are a few objects, each of which is known."""
-    kinds = (Optimizer, Model, Scaler, Instance)
-    return 0 < len(items.items) <= _MAX_UNROLLED and all(isinstance(item, kinds) for item in items.items)
-
-
-_MAX_UNROLLED: Final = 4
-
-
-def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: KnownItems) -> None:
-    """Execute the body once for each item."""
+        return
     breaks: list[State] = []
-    for item in items.items:
+    for item in objects:
         if interpreter.path_state is None:
             break
         interpreter.assign(node.target, item)
         breaks += _execute_body(interpreter, node, interpreter.point)
     interpreter.path_state = join_all([interpreter.path_state, *breaks])
+
+
+_MAX_UNROLLED: Final = 4
 
 
 def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -> None:
@@ -132,7 +128,8 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
                 freeze(interpreter, model, value)
         replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
         if replaces and not (isinstance(value, LiteralValue) and value.value is None):
-            replace_gradients(interpreter, target)
+            interpreter.record(UnknownEffect(interpreter.at(target)))
+            interpreter.state.assume_any_step()  # the new gradient may be of any scale
 
 
 def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
@@ -184,17 +181,13 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
             if item.optional_vars is not None:
                 interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
         inside = interpreter.point.inside("with", node)
-        interpreter.point = replace(inside, muted=inside.muted or _expects_error(node))
+        calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+        expects_error = any(last_component(dotted_name(call.func)).startswith(_RAISES) for call in calls)
+        interpreter.point = replace(inside, muted=inside.muted or expects_error)
         interpreter.execute(node.body)
 
 
-def _expects_error(node: ast.With | ast.AsyncWith) -> bool:
-    """Return whether a test expects that the block raises."""
-    calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
-    return any(dotted_name(call.func).rpartition(".")[2].startswith(_RAISES) for call in calls)
-
-
-_RAISES = ("raises", "assertRaises")
+_RAISES = ("raises", "assertRaises")  # of a test
 
 
 def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:
@@ -424,7 +417,10 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
 def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
     info = interpreter.lambdas.get(node)
     if info is None:
-        info = function_of_lambda(node, interpreter.script.is_relevant(node))
+        returned = ast.copy_location(ast.Return(value=node.body), node.body)
+        function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
+        ast.copy_location(function, node)
+        info = FunctionInfo(function, None, interpreter.script.is_relevant(node))
         interpreter.lambdas[node] = info
     return Function(info, interpreter.frame)
 
@@ -440,28 +436,22 @@ def _dictionary(interpreter: Interpreter, node: ast.Dict) -> Value:
     return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node, texts)
 
 
-def _comprehension(interpreter: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
+def _comprehension(
+    interpreter: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+) -> Value:
     with interpreter.entered(interpreter.point.inside("comprehension", node)):
-        _generators(interpreter, node.generators)
-        item = interpreter.evaluate(node.elt)
-        # each item has a graph of its own
-        return KnownItems(
-            (replace(item, model_calls=None) if isinstance(item, Tensor) else item,), repeated=True
-        )
-
-
-def _dict_comprehension(interpreter: Interpreter, node: ast.DictComp) -> Value:
-    with interpreter.entered(interpreter.point.inside("comprehension", node)):
-        _generators(interpreter, node.generators)
-        interpreter.evaluate(node.key)
-        return KnownItems((interpreter.evaluate(node.value),), repeated=True)
-
-
-def _generators(interpreter: Interpreter, generators: list[ast.comprehension]) -> None:
-    for generator in generators:
-        interpreter.assign_item(generator.target, item_of(interpreter.evaluate(generator.iter)))
-        for test in generator.ifs:
-            interpreter.evaluate(test)
+        for generator in node.generators:
+            interpreter.assign_item(generator.target, item_of(interpreter.evaluate(generator.iter)))
+            for test in generator.ifs:
+                interpreter.evaluate(test)
+        if isinstance(node, ast.DictComp):
+            interpreter.evaluate(node.key)
+            item = interpreter.evaluate(node.value)
+        else:
+            item = interpreter.evaluate(node.elt)
+            if isinstance(item, Tensor):
+                item = replace(item, model_calls=None)  # each has a graph of its own
+        return KnownItems((item,), repeated=True)
 
 
 def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
@@ -549,7 +539,7 @@ HANDLERS: Handlers = {
     ast.ListComp: _comprehension,
     ast.SetComp: _comprehension,
     ast.GeneratorExp: _comprehension,
-    ast.DictComp: _dict_comprehension,
+    ast.DictComp: _comprehension,
     ast.Subscript: _subscript,
     ast.NamedExpr: _walrus,
     ast.Await: _operand,

@@ -17,7 +17,6 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
     ScalerUpdate,
     UnknownBackward,
-    UnknownEffect,
     ZeroGrad,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
@@ -58,7 +57,6 @@ __all__ = [
     "backward",
     "gradient_method",
     "has_single_optimizer",
-    "replace_gradients",
     "scaler_method",
     "unknown_backward",
     "use_loss_gradients",
@@ -103,7 +101,6 @@ def unknown_backward(interpreter: Interpreter) -> None:
 
 def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
-    del interpreter
     outputs = arguments.get(0, "outputs")
     if literal_of(arguments.get(4, "create_graph")) is not True:
         return UNKNOWN
@@ -124,12 +121,6 @@ def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Valu
     if name not in _HARMLESS_ON_GRADIENTS:
         interpreter.record(GradientRead(interpreter.at(node), name in _KEEPS_GRADIENT))
     return GradAttribute() if name in _KEEPS_GRADIENT else UNSCALED_TENSOR
-
-
-def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
-    """Interpret ``p.grad = ...``, which may be of any scale."""
-    interpreter.record(UnknownEffect(interpreter.at(node)))
-    interpreter.state.assume_any_step()
 
 
 def zero_gradients(interpreter: Interpreter, node: ast.Call, optimizer: str = "") -> None:

@@ -72,11 +72,12 @@ def inline_call(
         return UNKNOWN
     interpreter.called.add(info)
     script, entry = linked.script_of(info.node), interpreter.state
-    enclosing = -script.number if frame is None else frame
+    enclosing, number = -script.number if frame is None else frame, len(interpreter.frames) + 1
+    interpreter.frames[number] = Frame(enclosing, outside.frame, _aliases(info, node, owner))
     inside = replace(
         outside.inside("call", node),
         script=script,
-        frame=interpreter.new_frame(Frame(enclosing, outside.frame, _aliases(info, node, owner))),
+        frame=number,
         stack=(*outside.stack, info),
         breaks=[],
         continues=[],

@@ -272,7 +272,10 @@ class Interpreter:
 
     def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
         """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
-        self.dtype_uses.record(node, operands, Certainty.LIKELY if self.guesses else Certainty.KNOWN)
+        certainty = Certainty.LIKELY if self.guesses else Certainty.KNOWN
+        for dtype in {value.dtype for value in operands if isinstance(value, Tensor) and value.dtype}:
+            certainties = self.dtype_uses.ops.setdefault(dtype, {})
+            certainties[node] = max(certainty, certainties.get(node, certainty))
 
     # conditions
 
@@ -448,12 +451,6 @@ class Interpreter:
                 if isinstance(one, Optimizer):
                     self.state.bind(self.frame, node.id, replace(one, one_of_several=True))
 
-    def new_frame(self, frame: Frame) -> int:
-        """Return the number of a new frame for the names of a call."""
-        number = len(self.frames) + 1
-        self.frames[number] = frame
-        return number
-
     def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
         """Return a method of an instance, bound to it."""
         info = owner.info.method(name)
@@ -516,12 +513,6 @@ class DtypeUses:
 
     ops: dict[str, dict[ast.AST, Certainty]] = field(default_factory=dict)
     half_lines: set[int] = field(default_factory=set)
-
-    def record(self, node: ast.AST, operands: Iterable[Value], certainty: Certainty) -> None:
-        """Record the dtypes of the operands of an op."""
-        for dtype in {value.dtype for value in operands if isinstance(value, Tensor) and value.dtype}:
-            certainties = self.ops.setdefault(dtype, {})
-            certainties[node] = max(certainty, certainties.get(node, certainty))
 
     def positions(self, dtype: str) -> dict[tuple[int, int], Certainty]:
         """Return the positions of ops with an operand of a dtype, and of their arguments."""

@@ -26,7 +26,6 @@ from ampaudit.linter.flow.values import (
 )
 
 __all__ = [
-    "average_in_list",
     "copies_method",
     "freeze",
     "optimizer_method",
@@ -38,8 +37,13 @@ def optimizer_method(
     interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of an optimizer."""
+    state = interpreter.state
     if name == "step":
-        _step(interpreter, node, optimizer, arguments)
+        if arguments.all():  # a closure runs backward
+            state.gradients = UNKNOWN_GRADIENTS
+            state.reach(Phase.FRESH)
+        interpreter.record(OptimizerStep(interpreter.at(node), optimizer, interpreter.autocast))
+        state.reach(Phase.BYPASSED)
     elif name == "zero_grad":
         zero_gradients(interpreter, node, optimizer.key)
     elif name == "state_dict":
@@ -47,15 +51,6 @@ def optimizer_method(
     elif name == "load_state_dict" and not isinstance(arguments.get(0, "state_dict"), StateDict):
         interpreter.record(OptimizerRestored(interpreter.at(node)))  # from another run
     return UNKNOWN
-
-
-def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
-    state = interpreter.state
-    if arguments.all():  # a closure runs backward
-        state.gradients = UNKNOWN_GRADIENTS
-        state.reach(Phase.FRESH)
-    interpreter.record(OptimizerStep(interpreter.at(node), optimizer, interpreter.autocast))
-    state.reach(Phase.BYPASSED)
 
 
 def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
@@ -105,13 +100,6 @@ def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
     """Record that the parameters of a model are frozen if a value is false, and trained if it is not."""
     is_frozen = literal_of(value) is False
     interpreter.state.set_fact(FROZEN, True if is_frozen else None, model)
-
-
-def average_in_list(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> None:
-    """Interpret ``torch._foreach_lerp_`` and the like."""
-    averages = item_of(arguments.get(0, "self") or UNKNOWN)
-    if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        interpreter.record(WeightsAveraged(interpreter.at(node), averages))
 
 
 def _averages_itself(node: ast.Call) -> bool:

@@ -380,21 +380,27 @@ def join_values(one: Value, other: Value) -> Value:
         if isinstance(absent, LiteralValue) and absent.value is None:
             # it is used only where it is not None
             return replace(value, optional=True) if isinstance(value, Scaler) else value
+    shared = one.__slots__ if type(one) is type(other) else ()
+    pairs = ((name, getattr(one, name)) for name in shared)
+    agreement: dict[str, Any] = {name: value for name, value in pairs if value == getattr(other, name)}
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
-        return replace(one, class_name=_agreement(one, other).get("class_name", ""), models=models)
+        return replace(one, class_name=agreement.get("class_name", ""), models=models)
     for managed, plain in ((one, other), (other, one)):
         if isinstance(managed, Managed) and isinstance(plain, Optimizer | Unknown):  # prepared in one branch
             return replace(managed, scales=Certainty.UNKNOWN, divides=False)
     if isinstance(one, Scaler) and isinstance(other, Scaler):
-        enabled = _agreement(one, other).get("enabled")
-        return replace(one, enabled=enabled, optional=one.optional or other.optional)
+        return replace(one, enabled=agreement.get("enabled"), optional=one.optional or other.optional)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
-        return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
-    if isinstance(one, Autocast) or isinstance(other, Autocast):
-        return _join_contexts(one, other)
+        return replace(one, wrapper=agreement.get("wrapper", ""))
+    if isinstance(one, Autocast) and isinstance(other, Autocast):
+        enabled, device, dtype = map(agreement.get, ("enabled", "device", "dtype"))
+        return Autocast(enabled, device, dtype, one.node)
+    for context in (one, other):
+        if isinstance(context, Autocast):
+            return replace(context, enabled=None)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _join_tensors(one, other)
+        return Tensor(**{"scaler_key": MAYBE, "rounded": one.rounded or other.rounded, **agreement})
     if isinstance(one, KnownItems) and isinstance(other, KnownItems) and len(one.items) == len(other.items):
         items = tuple(map(_one_of, one.items, other.items))
         return KnownItems(items, one.repeated or other.repeated)
@@ -402,7 +408,10 @@ def join_values(one: Value, other: Value) -> Value:
         models = None if one.models is None or other.models is None else one.models | other.models
         return replace(one, models=models) if one.cast is other.cast else Parameters(models)
     if isinstance(one, DictLiteral) and isinstance(other, DictLiteral) and one.node is other.node:
-        return _join_dicts(one, other)
+        for name, value in zip(other.names, other.items, strict=True):
+            existing = one.item(name)
+            one = one.with_item(name, value if existing is None else join_values(existing, value))
+        return one
     return choice_of_dtypes(one, other)
 
 
@@ -416,14 +425,6 @@ def choice_of_dtypes(*values: Value) -> Value:
             return UNKNOWN
         names |= choices
     return DtypeChoice(frozenset(names)) if len(names) > 1 else values[0] if values else UNKNOWN
-
-
-def _join_dicts(one: DictLiteral, other: DictLiteral) -> DictLiteral:
-    """Return a dict with the items that either path has set."""
-    for name, value in zip(other.names, other.items, strict=True):
-        existing = one.item(name)
-        one = one.with_item(name, value if existing is None else join_values(existing, value))
-    return one
 
 
 def item_of(value: Value) -> Value:
@@ -456,24 +457,3 @@ def flattened(values: Iterable[Value]) -> list[Value]:
     for value in values:
         items += flattened(value.items) if isinstance(value, KnownItems) else [value]
     return items
-
-
-def _join_contexts(one: Value, other: Value) -> Value:
-    if isinstance(one, Autocast) and isinstance(other, Autocast):
-        agreement = _agreement(one, other)
-        enabled, device, dtype = map(agreement.get, ("enabled", "device", "dtype"))
-        return Autocast(enabled, device, dtype, one.node)
-    context = one if isinstance(one, Autocast) else other
-    assert isinstance(context, Autocast)
-    return replace(context, enabled=None)
-
-
-def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
-    agreement = _agreement(one, other)
-    return Tensor(**{"scaler_key": MAYBE, "rounded": one.rounded or other.rounded, **agreement})
-
-
-def _agreement(one: Value, other: Value) -> dict[str, Any]:
-    """Return the fields that two values of one class have in common."""
-    pairs = ((name, getattr(one, name)) for name in one.__slots__)
-    return {name: value for name, value in pairs if value == getattr(other, name)}

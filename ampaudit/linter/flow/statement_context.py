@@ -75,9 +75,10 @@ def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
 
 def conditions_around(linked: LinkedScript, node: ast.AST) -> list[ast.expr]:
     """Return the conditions of the ``if`` statements around a node, and what is assigned to names in them."""
+    around = linked.script_of(node).around(node)
     return [
         condition
-        for part in _inside_function(linked.script_of(node), node)
+        for part in takewhile(lambda part: not isinstance(part, _FUNCTIONS), around)
         if isinstance(part, ast.If)
         for condition in (part.test, *assigned_values(linked, node, part.test))
     ]
@@ -113,11 +114,6 @@ _PROTOCOL = ("scale", "step", "update", "unscale_")
 def _function_around(script: Script, node: ast.AST) -> ast.AST:
     """Return the innermost function around a node, or the module."""
     return next((part for part in script.around(node) if isinstance(part, _FUNCTIONS)), script.tree)
-
-
-def _inside_function(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes around a node in its function."""
-    return takewhile(lambda part: not isinstance(part, _FUNCTIONS), script.around(node))
 
 
 def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:

@@ -109,11 +109,12 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
     is_off = interpreter.autocast.enabled is False and len(values) > 1
+    scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
         dtype=_dtype_of_pair(*values[:2]) if is_off else cast,
         computed_under=computed_under(interpreter, [v for v in values if isinstance(v, Tensor)]),
         model_calls=all_model_calls(values),
-        scaler_key=_scale_of_product(values),
+        scaler_key=MAYBE if len(scales) > 1 else next(iter(scales), UNSCALED),
         rounded=rounded,
         node=node,
     )
@@ -142,11 +143,6 @@ def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
             return None
         calls |= value.model_calls
     return calls
-
-
-def _scale_of_product(values: list[Value]) -> str:
-    kinds = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
-    return MAYBE if len(kinds) > 1 else next(iter(kinds), UNSCALED)
 
 
 def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:

@@ -21,13 +21,13 @@ from ampaudit.linter.flow.events import (
     NumberRead,
     ScalerMade,
     UnknownEffect,
+    WeightsAveraged,
 )
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import make_managed
 from ampaudit.linter.flow.objects import device_of
-from ampaudit.linter.flow.optimizers import average_in_list
 from ampaudit.linter.flow.state import (
     BFLOAT16_WEIGHTS,
     HALF_WEIGHTS,
@@ -40,6 +40,7 @@ from ampaudit.linter.flow.state import (
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
+    FRAMEWORKS,
     HARMLESS_METHODS,
     KEEPS_DTYPE,
     LOSS_FUNCTIONS,
@@ -47,7 +48,6 @@ from ampaudit.linter.flow.torch_names import (
     MATRIX_PRODUCTS,
     SCALERS,
     WITHOUT_HALF_KERNEL,
-    framework_of,
     makes_model,
     makes_optimizer,
 )
@@ -102,8 +102,9 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return UNKNOWN
     if path.startswith("torch."):
         return _call_torch(interpreter, node, path, name, arguments)
-    if (framework := framework_of(path)) is not None:
-        return make_managed(interpreter, node, framework, arguments)
+    for framework in FRAMEWORKS:
+        if path in framework.constructors:
+            return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
         interpreter.record(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
     if makes_optimizer(path):
@@ -169,11 +170,15 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return use_loss_gradients(interpreter, node, inner, name)
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return gradient_method(interpreter, node, name)
-    if name.startswith("_foreach_"):
-        average_in_list(interpreter, node, name, arguments)
+    averages = item_of(arguments.get(0, "self") or UNKNOWN)
+    if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
+        interpreter.record(WeightsAveraged(interpreter.at(node), averages))
     tensors.call_op(interpreter, node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
-        return _made_tensor(node, name, arguments)
+        default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
+        dtype = tensors.dtype_named(arguments.keywords.get("dtype", default))
+        is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
+        return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
     if name == "sigmoid":
         operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
         return Tensor(sigmoid=node, model_calls=operand.model_calls, dtype=operand.dtype, node=node)
@@ -203,14 +208,6 @@ def _sums(equation: Value | None) -> bool:
     return bool(set(filter(str.isalpha, indices)) - set(result))
 
 
-def _made_tensor(node: ast.Call, name: str, arguments: Arguments) -> Tensor:
-    """Return a new tensor, which is float32 unless another dtype is given, or follows from the arguments."""
-    default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
-    dtype = tensors.dtype_named(arguments.keywords.get("dtype", default))
-    is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
-    return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
-
-
 def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
     """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
     if by_autocast := tensors.dtype_of_result(interpreter, name):
@@ -228,10 +225,6 @@ def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Val
     if isinstance(what, DictLiteral):
         interpreter.record(CheckpointSaved(interpreter.at(node), what))
     return UNKNOWN
-
-
-def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    return ContextManager("no_grad" if literal_of(arguments.get(0, "mode")) is False else "unsure")
 
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
@@ -258,7 +251,9 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.no_grad": _context("no_grad"),
     "torch.inference_mode": _context("no_grad"),
     "torch.enable_grad": _context("grad"),
-    "torch.set_grad_enabled": _grad_mode,
+    "torch.set_grad_enabled": lambda interpreter, node, arguments: ContextManager(
+        "no_grad" if literal_of(arguments.get(0, "mode")) is False else "unsure"
+    ),
     "contextlib.nullcontext": _context("null"),
     "torch.autograd.grad": gradients.autograd_grad,
     "torch.save": _save,
@@ -306,7 +301,10 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
             follow_callback(interpreter, value, node)
     if _LOSS.search(last.lower()):
         record_loss(interpreter, node, values)
-    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, values):
+    # what gets neither a scaler nor what may hold one cannot unscale
+    may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
+    gets_weights = any(isinstance(value, Parameters | Model) for value in values)
+    if _CLIPS_GRADIENTS.search(last.lower()) and gets_weights and not may_unscale:
         interpreter.record(Clip(interpreter.at(node), name, arguments, Certainty.LIKELY))
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
@@ -349,12 +347,6 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
         weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
         state.assume_any_step()
         state.gradients = weakened
-
-
-def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
-    """Return whether unknown code gets parameters, and neither a scaler nor what may hold one."""
-    may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
-    return not may_unscale and any(isinstance(value, Parameters | Model) for value in values)
 
 
 _CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")

@@ -36,7 +36,6 @@ __all__ = [
     "WRITES_SAME_DTYPE",
     "Framework",
     "canonical_name",
-    "framework_of",
     "makes_model",
     "makes_optimizer",
 ]
@@ -337,8 +336,3 @@ FRAMEWORKS: Final = (
         step="handle_batch",
     ),
 )
-
-
-def framework_of(path: str) -> Framework | None:
-    """Return the framework whose object a call of a dotted name creates."""
-    return next((one for one in FRAMEWORKS if path in one.constructors), None)

@@ -46,7 +46,6 @@ __all__ = [
     "Truth",
     "Unknown",
     "Value",
-    "function_of_lambda",
     "literal_of",
 ]
 
@@ -66,13 +65,6 @@ class FunctionInfo:
     def is_static(self) -> bool:
         """Whether it is a static method."""
         return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
-
-
-def function_of_lambda(node: ast.Lambda, relevant: bool) -> FunctionInfo:
-    """Return a lambda as a function."""
-    returned = ast.copy_location(ast.Return(value=node.body), node.body)
-    function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
-    return FunctionInfo(ast.copy_location(function, node), None, relevant)
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,6 @@ from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import mentions, simple_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED
 from ampaudit.linter.rules.rule import rule
-from ampaudit.linter.source_tree import LinkedScript
 
 _BEFORE_USE: Final = "before any loss was scaled"
 _TWICE: Final = (
@@ -163,14 +162,16 @@ def _added_to_unscaled(flow: Interpreter, event: Backward) -> Iterator[Mistake]:
 @rule("AMP812", EntryPointFollowed)
 def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mistake]:
     """A loop that steps, and never zeroes the gradients."""
-    if of_type(entry.events, ZeroGrad, UnknownEffect):
-        return
     steps = of_type(entry.events, StepEvent)
+    if not steps or of_type(entry.events, ZeroGrad, UnknownEffect):
+        return
+    if flow.linked.mentions("zero_", "clear", "reset") or flow.linked.uses_name("grad"):
+        return
     for event in of_type(entry.events, Backward):
         loops = [guard.node for guard in event.guards if guard.kind == "loop"]
         around = [step for step in steps if any(step.is_inside(loop) for loop in loops)]
         is_scaled = event.loss.scaler_key not in (UNSCALED, MAYBE)
-        if around and (is_scaled or of_type(around, ScalerStep)) and not _zeroes_otherwise(flow.linked):
+        if around and (is_scaled or of_type(around, ScalerStep)):
             yield Mistake(
                 event.node,
                 "nothing zeroes the gradients: this backward adds scaled gradients to those that the step of "
@@ -178,10 +179,6 @@ def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mist
                 "call optimizer.zero_grad() after each step",
                 certainty=Certainty.LIKELY,
             )
-
-
-def _zeroes_otherwise(linked: LinkedScript) -> bool:
-    return linked.mentions("zero_", "clear", "reset") or linked.uses_name("grad")
 
 
 @rule("AMP817", OptimizerStep)
