@@ -19,7 +19,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
 from ampaudit.linter.flow.script import Script, ScriptTooLong, is_worth_reading, read_script
-from ampaudit.linter.flow.syntax import imported_modules, imported_names, module_aliases
+from ampaudit.linter.flow.syntax import imported_modules, imported_names
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
 from ampaudit.linter.flow.values import ClassInfo
 from ampaudit.linter.source_text import Unreadable, decode
@@ -212,11 +212,14 @@ class LinkedScript:
         """Return the class that a dotted name means, also through files that pass it on."""
         if name in script.classes or depth > _MAX_FILES:
             return script.classes.get(name)
+        imports = imported_names(script.tree)
         module, _, name = name.rpartition(".")
         if not module:
-            module, name = imported_names(script.tree).get(name, ("", name))
+            origins = {bound: (module, original) for bound, module, original in imports if module}
+            module, name = origins.get(name, ("", name))
         head, dot, rest = module.partition(".")
-        module = module_aliases(script.tree).get(head, head) + dot + rest
+        aliases = {bound: original for bound, module, original in imports if not module}
+        module = aliases.get(head, head) + dot + rest
         # a package mostly passes on what a module in it defines
         target = self.module(script, module) or self.module(script, module.partition(".")[0])
         return None if target is None else self._class_named(target, name, depth + 1)

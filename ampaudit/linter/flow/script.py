@@ -364,25 +364,14 @@ def _collect_class(script: Script, node: ast.ClassDef) -> None:
 
 
 def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
-    for node in _walk_expressions(body):
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Call):
             _record_call(script.usage, node)
         elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
             _collect(script, [node], None)
-
-
-def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield all nodes except contexts, operators, names and constants below the top."""
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
-        yield node
-        for name in node._fields:
-            child = getattr(node, name, None)
-            if isinstance(child, list):
-                pending += [item for item in child if isinstance(item, ast.AST)]
-            elif isinstance(child, ast.expr) and not isinstance(child, ast.Name | ast.Constant):
-                pending.append(child)
+        pending += children(node)
 
 
 def _record_call(usage: NameUsage, node: ast.Call) -> None:

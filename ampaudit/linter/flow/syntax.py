@@ -19,7 +19,6 @@ __all__ = [
     "keyword_value",
     "last_component",
     "mentions",
-    "module_aliases",
     "module_of",
     "names_in",
     "nested_blocks",
@@ -185,44 +184,28 @@ def sets_own_context(node: ast.AST) -> bool:
     return False
 
 
-def imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Return module and name there of each name that a script imports from a module."""
-    return {
-        alias.asname or alias.name: (module_of(node), alias.name)
-        for node in _import_statements(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+def imported_names(tree: ast.Module) -> list[tuple[str, str, str]]:
+    """Return each name that a script imports at module level, its module, and its name there.
 
-
-def module_aliases(tree: ast.Module) -> dict[str, str]:
-    """Return the dotted names of the modules that a script imports under another name."""
-    return {
-        alias.asname: alias.name
-        for node in _import_statements(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-        if alias.asname
-    }
+    The module is empty for what is a module itself.
+    """
+    names: list[tuple[str, str, str]] = []
+    pending: list[ast.stmt] = list(tree.body)
+    for node in pending:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = module_of(node) if isinstance(node, ast.ImportFrom) else ""
+            names += [(alias.asname or alias.name, module, alias.name) for alias in node.names]
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            pending += [inner for block in nested_blocks(node) for inner in block]
+    return names
 
 
 def imported_modules(tree: ast.Module) -> list[str]:
     """Return the dotted names of what a script imports that may be modules, as in ``.utils``."""
     modules: dict[str, None] = {}
-    for node in _import_statements(tree):
-        module = module_of(node) if isinstance(node, ast.ImportFrom) else ""
-        modules |= {module: None} if module else {}
-        modules |= {join_names(module, alias.name) if module else alias.name: None for alias in node.names}
+    for _, module, name in imported_names(tree):
+        modules |= {module: None, join_names(module, name): None} if module else {name: None}
     return list(modules)
-
-
-def _import_statements(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
-    """Return the imports at module level, also those in its branches."""
-    pending: list[ast.stmt] = list(tree.body)
-    for node in pending:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            pending += [inner for block in nested_blocks(node) for inner in block]
-    return [node for node in pending if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def module_of(node: ast.ImportFrom) -> str:

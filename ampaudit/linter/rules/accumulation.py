@@ -115,7 +115,6 @@ def _is_on_remainder(guard: Guard) -> bool:
 
 @rule("AMP810", EntryPointFollowed)
 def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check that gradients are unscaled only where they are applied."""
     for accumulation in _accumulations(followed):
         for event in of_type(accumulation.always, ScalerUnscale):
             yield Mistake(
@@ -143,7 +142,6 @@ def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Ite
 
 @rule("AMP830", EntryPointFollowed)
 def _never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check that the mean over one batch is divided by the number of batches."""
     for accumulation in _accumulations(followed):
         if any(isinstance(e, GradientRead | UnknownBackward) for e in accumulation.events):
             continue
@@ -185,7 +183,6 @@ def _undivided(event: Backward, certainty: Certainty) -> Mistake:
 
 @rule("AMP839", EntryPointFollowed)
 def _rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for a step for every batch, whose gradients are zeroed only for some."""
     for loop in dict.fromkeys(e.loop for e in of_type(followed.events, Backward) if e.loop is not None):
         inside = [e for e in followed.events if e.is_inside(loop)]
         if of_type(inside, UnknownEffect, UnknownBackward):

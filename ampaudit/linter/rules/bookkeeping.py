@@ -35,7 +35,6 @@ from ampaudit.linter.rules.rule import rule
 
 @rule("AMP814", ScalerReplaced)
 def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
-    """Check that a method which trains does not replace the scaler of its object."""
     restores = any(calls(script.tree, "load_state_dict") for script in flow.linked.scripts)
     if restores and any(word in event.function for word in ("fit", "train", "run", "epoch")):
         yield Mistake(
@@ -84,7 +83,6 @@ def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
 
 @rule("AMP823", NumberRead)
 def _scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
-    """Check that a number that is read from a loss does not include the loss scale."""
     if event.value.scaler_key not in (UNSCALED, MAYBE):
         yield Mistake(
             event.node,
@@ -95,7 +93,6 @@ def _scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
 
 @rule("AMP827", ScaleCompared)
 def _growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mistake]:
-    """Check that a decision about skipped steps does not count the growth of the scale."""
     statement = event.statement
     if statement is None:
         return
@@ -139,7 +136,6 @@ def _never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mist
 
 @rule("AMP820", ScriptFollowed)
 def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
-    """Check that a checkpoint with the state of an optimizer has that of the scaler as well."""
     of_script = {scaler.key for scaler in flow.scalers.values() if scaler.node is not None}
     saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
     missing = of_script & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
@@ -163,7 +159,6 @@ def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistak
 
 @rule("AMP820", ScriptFollowed)
 def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
-    """Check that what restores the state of an optimizer restores that of the scaler as well."""
     if not _owns_scaler(flow, followed) or of_type(followed.events, ScalerRestored):
         return
     for event in of_type(followed.events, OptimizerRestored):

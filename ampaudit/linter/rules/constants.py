@@ -52,13 +52,11 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 @rule("AMP860", ScriptFollowed, of_dtypes=True)
 def _unfit_masks(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
-    """Check for masks that are outside the range of float16."""
     yield from _mistakes("AMP860", flow)
 
 
 @rule("AMP861", ScriptFollowed, of_dtypes=True)
 def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
-    """Check for numbers that 16 bits round to zero, or to 1."""
     yield from _mistakes("AMP861", flow)
 
 
@@ -267,17 +265,11 @@ class ConstantFinder:
                 yield from self._check_assignment(node, node.targets[0])
 
     def _literal(self, node: ast.AST) -> float | None:
-        sign = 1.0
-        if (
-            isinstance(node, ast.UnaryOp)
-            and isinstance(node.op, ast.USub)
-            and isinstance(node.operand, ast.Name | ast.Attribute)
-        ):
-            node, sign = node.operand, -1.0
-        if isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in self.named:
-            node = self.named[dotted_name(node)]
-        value = number_of(node)
-        return None if value is None else sign * value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self._literal(node.operand)
+            return None if value is None else -value
+        is_name = isinstance(node, ast.Name | ast.Attribute)
+        return number_of(self.named.get(dotted_name(node), node) if is_name else node)
 
     def _too_large(self, node: ast.AST) -> bool:
         value = self._literal(node)

@@ -53,7 +53,6 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
 
 @rule("AMP854", LossCalled, of_dtypes=True)
 def _loss_outside(_: Interpreter, event: LossCalled) -> Iterator[Mistake]:
-    """A loss outside autocast of what a model returned under it."""
     first = event.operands[0] if event.operands else None
     is_probable = event.loss.name in ("BCELoss", "binary_cross_entropy") and event.autocast.enabled is True
     if event.autocast.enabled is False and isinstance(first, Tensor) and first.cast and not is_probable:
@@ -80,7 +79,6 @@ def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 
 @rule("AMP846", OpEvaluated, of_dtypes=True)
 def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """An op that has no 16-bit kernel."""
     first = event.tensors[0] if event.tensors else None
     if first is None or not first.cast:
         return
@@ -110,7 +108,6 @@ def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 
 @rule("AMP868", OpEvaluated, of_dtypes=True)
 def _exp(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """An exponential of unbounded values in float16."""
     value = event.tensors[0] if event.tensors else None
     is_half = value is not None and value.cast == "float16" and event.autocast.enabled is False
     if event.path == "torch.exp" and is_half and not _is_bounded(event.node):
@@ -142,7 +139,6 @@ _BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigm
 
 @rule("AMP868", OpEvaluated, of_dtypes=True)
 def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """Log-probabilities of the output of a model whose weights are 16-bit."""
     dtype = event.tensors[0].weights_dtype if event.tensors else ""
     if event.name not in LOG_PROBABILITIES or not dtype:
         return
@@ -187,7 +183,6 @@ def _names_time(name: str) -> bool:
 
 @rule("AMP873", OpEvaluated, of_dtypes=True)
 def _sum(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """A sum of float16 values outside autocast, which would compute it in float32."""
     is_half = bool(event.tensors) and event.tensors[0].cast == "float16"
     if event.path == "torch.sum" and is_half and event.autocast.enabled is False:
         yield Mistake(
@@ -200,7 +195,6 @@ def _sum(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 
 @rule("AMP874", OpEvaluated, of_dtypes=True)
 def _two_dtypes(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """An op that converts nothing and takes a 16-bit and a float32 tensor."""
     what = _SAME_DTYPE.get(event.name)
     dtypes = [value.dtype for value in event.tensors if value.dtype]
     casts = [dtype for dtype in dtypes if dtype in ("float16", "bfloat16")]

@@ -27,7 +27,6 @@ from ampaudit.linter.rules.rule import rule
 
 @rule("AMP802", ScalerStep)
 def _unscaled_loss(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
-    """A step of the scaler with gradients of a loss that was not scaled."""
     contributions, step = flow.state.gradients.known or frozenset(), event.node
     mixed = any(item.scaler for item in contributions) and not has_single_optimizer(flow)
     if event.target is None or event.value.enabled is False or mixed:
@@ -48,7 +47,6 @@ def _unscaled_loss(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
 
 @rule("AMP813", OptimizerStep)
 def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
-    """A step with gradients of a loss under float16 autocast that nothing has scaled."""
     contributions, scripts = flow.state.gradients.known or frozenset(), flow.linked.scripts
     is_second = event.optimizer != "" and flow.state.life.stepped == event.optimizer
     if flow.managed or is_second or any(item.scaler for item in contributions):
@@ -67,7 +65,6 @@ def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]
 
 @rule("AMP829", ScalerStep)
 def _other_models(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
-    """A step of an optimizer none of whose parameters took part in a loss."""
     contributions, models = flow.state.gradients.known, event.target.models if event.target else None
     if not contributions or not models or not event.optimizer or event.value.enabled is False:
         return
@@ -92,7 +89,6 @@ def _are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
 
 @rule("AMP807", Clip)
 def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
-    """Clipping of gradients that are still scaled."""
     state, node = flow.state, event.node
     still = state.gradients.scaled if _others_unscaled(flow, event.arguments) else state.still_scaled
     # a limit that has the scale as well is right
@@ -134,7 +130,6 @@ def _advice_of_framework(flow: Interpreter, *, clips: bool) -> str:
 
 @rule("AMP871", Clip)
 def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
-    """Clipping by torch of gradients that FSDP shards: each process sees a part of their norm."""
     parameters = event.arguments.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
     tests = [guard.node.test for guard in flow.guards if isinstance(guard.node, ast.If)]
@@ -181,7 +176,6 @@ def _read_scaled(flow: Interpreter, event: GradientRead) -> Iterator[Mistake]:
 
 @rule("AMP837", GradientNorm)
 def _scaled_penalty(flow: Interpreter, event: GradientNorm) -> Iterator[Mistake]:
-    """A penalty on gradients that are scaled."""
     gradients, node = event.gradients, event.node
     if gradients.scaler_key not in (UNSCALED, MAYBE):
         places = (node, *reversed(flow.calls))  # the norm, or the call of a helper that is given them

@@ -70,7 +70,6 @@ _TRAINS_COPIES: Final = ("add_adapter", "peft", "lora", "cast_training_params")
 
 @rule("AMP802", EntryPointFollowed)
 def _bypassing_backward(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for a backward pass of the script before a step of the framework."""
     events = followed.events
     for index, event in enumerate(events) if of_type(events, ManagedStep) else ():
         steps = of_type(events[index:], ManagedStep, StepEvent)
@@ -174,7 +173,6 @@ def _bypassing(event: Event, framework: Framework | None, certainty: Certainty) 
 
 @rule("AMP815", EntryPointFollowed)
 def _scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for a scaler of the script that scales the loss a second time."""
     for event in of_type(followed.events, ScalerScale):
         branch = branch_of(None, event)
         backwards = of_type(followed.events, ManagedBackward)
@@ -190,7 +188,6 @@ def _scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
 
 @rule("AMP806", EntryPointFollowed)
 def _updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check that the scaler of a framework, whose step updates it, is not updated once more."""
     for event in of_type(followed.events, ManagedUpdate) if of_type(followed.events, ManagedStep) else ():
         framework = event.managed.framework
         if framework is not None and event.managed.scales:
@@ -205,7 +202,6 @@ def _updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mis
 
 @rule("AMP859", ManagedBackward)
 def _divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake]:
-    """Check that a loss is not divided by the accumulated batches before a backward that does it."""
     loss, framework = event.loss, event.managed.framework
     if not event.managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
         return
@@ -292,7 +288,6 @@ def _keeps_masters(script: Script) -> Certainty:
 
 @rule("AMP858", ApexInitialized)
 def _wrapped_before_apex(_: Interpreter, event: ApexInitialized) -> Iterator[Mistake]:
-    """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
     for model in event.models.items if isinstance(event.models, KnownItems) else (event.models,):
         if isinstance(model, Model) and model.wrapper:
             yield Mistake(

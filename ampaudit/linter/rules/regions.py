@@ -117,7 +117,6 @@ def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
 
 @rule("AMP854", EntryPointFollowed, of_dtypes=True)
 def _model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for models that are called outside autocast although the loss of their output is inside."""
     forwards = of_type(followed.events, ModelCall)
     if any(e.autocast.enabled is not False for e in forwards):
         return
@@ -185,7 +184,6 @@ def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
 
 @rule("AMP847", EntryPointFollowed)
 def _scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for a scaler for another device than the one that all autocast blocks are for."""
     entered = [e.context for e in of_type(followed.events, AutocastEntered)]
     devices = {context.device for context in entered if context.enabled is not False}
     device = devices.pop() if len(devices) == 1 else None
@@ -201,7 +199,6 @@ def _scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> 
 
 @rule("AMP818", EntryPointFollowed)
 def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check for a scaler that is on whichever dtype was chosen."""
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
     name = dotted_name(dtype) if dtype is not None else ""
@@ -265,7 +262,6 @@ def _dtype_choices(flow: Interpreter) -> dict[str, ast.expr]:
 
 @rule("AMP847", ModelCall)
 def _another_device(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
-    """Autocast for another device than that of the model."""
     if not applies_to_device(flow, event.model):
         device = flow.state.get(DEVICE, event.model.key)
         yield Mistake(
@@ -278,7 +274,6 @@ def _another_device(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
 
 @rule("AMP847", AutocastMade)
 def _no_device(flow: Interpreter, event: AutocastMade) -> Iterator[Mistake]:
-    """Autocast without the device type, which only the older names have by themselves."""
     node, arguments = event.arguments.node, event.arguments
     first = arguments.get(0, "device_type")
     text = literal_of(first)

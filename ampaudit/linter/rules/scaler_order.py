@@ -103,7 +103,6 @@ def _is_current(flow: Interpreter, event: ScalerUnscale | ScalerStep) -> bool:
 
 @rule("AMP806", ScalerUpdate)
 def _needless_update(flow: Interpreter, event: ScalerUpdate) -> Iterator[Mistake]:
-    """An update that follows no step."""
     state, life = flow.state, flow.state.life
     stages = set(state.stages(event.scaler))
     if event.value.enabled is False or stages - {Stage.UNSCALED}:
@@ -145,7 +144,6 @@ def _early_update(flow: Interpreter, event: ScalerStep | ScalerUnscale | Backwar
 
 @rule("AMP812", Backward)
 def _added_to_unscaled(flow: Interpreter, event: Backward) -> Iterator[Mistake]:
-    """A scaled backward whose gradients are added to unscaled ones."""
     state, scaler = flow.state, event.loss.scaler_key
     stages = state.stages(scaler)
     is_unscaled = bool(stages) and all(stage is Stage.UNSCALED for stage in stages)
@@ -161,7 +159,6 @@ def _added_to_unscaled(flow: Interpreter, event: Backward) -> Iterator[Mistake]:
 
 @rule("AMP812", EntryPointFollowed)
 def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mistake]:
-    """A loop that steps, and never zeroes the gradients."""
     steps = of_type(entry.events, StepEvent)
     if not steps or of_type(entry.events, ZeroGrad, UnknownEffect):
         return
@@ -183,7 +180,6 @@ def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mist
 
 @rule("AMP817", OptimizerStep)
 def _second_step(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
-    """A step of an optimizer that the scaler has stepped."""
     if event.optimizer and flow.state.life.stepped == event.optimizer:
         yield Mistake(
             event.node,
@@ -235,7 +231,6 @@ def _overflow_is_unchecked(flow: Interpreter) -> bool:
 
 @rule("AMP815", ScalerStep)
 def _other_scaler(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
-    """A step with gradients that another scaler has scaled or unscaled."""
     target, contributions = event.target, flow.state.gradients.known or frozenset()
     if target is None or event.value.enabled is False:
         return
@@ -274,7 +269,6 @@ def _other_scaler(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
 
 @rule("AMP816", ScalerStep)
 def _closure(_: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
-    """A step that computes the loss again, which the scaler does not support."""
     if event.has_closure and event.target is not None and event.value.enabled is not False:
         yield Mistake(
             event.node,

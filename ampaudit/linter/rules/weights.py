@@ -36,7 +36,6 @@ _SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a u
 
 @rule("AMP801", ScalerStep, ScalerUnscale)
 def _half_parameters(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[Mistake]:
-    """Parameters in float16, whose gradients the scaler cannot unscale."""
     if event.target is None or event.value.enabled is not True:
         return
     for model in event.target.models or ():
@@ -83,7 +82,6 @@ def _half_adapters(flow: Interpreter, event: ScalerStep | AdaptersPrepared) -> I
 
 @rule("AMP857", ScalerStep, ScalerUnscale)
 def _sharded(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[Mistake]:
-    """A scaler that looks for infinities only in the gradients of its own process."""
     scaler, models = event.value, event.target.models if event.target is not None else None
     is_plain = scaler.enabled is True and not scaler.sharded
     if isinstance(scaler.node, ast.Call) and is_plain and flow.sharded & (models or frozenset()):
@@ -97,7 +95,6 @@ def _sharded(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[M
 
 @rule("AMP818", ScalerScale)
 def _scaled_bfloat16(flow: Interpreter, event: ScalerScale) -> Iterator[Mistake]:
-    """A scale of a loss in bfloat16."""
     place, outputs = event.value.node or event.node, event.outputs
     if event.value.enabled is not True:
         return
@@ -123,7 +120,6 @@ def _may_set_enabled(call: ast.Call) -> bool:
 
 @rule("AMP862", OptimizerMade)
 def _eps_is_zero(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
-    """An optimizer of float16 weights whose eps is zero in that dtype."""
     name, models = event.optimizer.class_name, event.optimizer.models or ()
     eps = literal_of(event.arguments.keywords.get("eps", LiteralValue(ADAM_LIKE.get(name))))
     halved = any(flow.state.trained_cast(HALF_WEIGHTS, model) for model in models)
@@ -164,7 +160,6 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
 
 @rule("AMP867", WeightsAveraged, of_dtypes=True)
 def _average_stands_still(flow: Interpreter, event: WeightsAveraged) -> Iterator[Mistake]:
-    """An average of weights that is kept in 16 bits."""
     cast, dtype = event.average.cast, event.average.dtype
     for model in event.average.models or () if cast is None and not dtype else ():
         dtype, cast = flow.state.weights_cast(model) or (dtype, cast)
