@@ -37,6 +37,7 @@ from ampaudit.linter.flow.interpreter import (
     ProgramPoint,
     StepLimitReached,
 )
+from ampaudit.linter.flow.managed import lightning_trainers
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
@@ -192,7 +193,9 @@ def _follow_class(
     if start is None and info.fields:
         interpreter.path_state = end = end.fork()
         instance_of_class(interpreter, info)
-    context = _context_of_trainer(interpreter) if info.derives("LightningModule") else None
+    certainty = min(lightning_trainers(interpreter), default=Certainty.UNKNOWN)
+    is_trained = info.derives("LightningModule") and certainty == Certainty.KNOWN
+    context = Autocast(True, "cuda", "float16", explicit=False) if is_trained else None
     for name, method in info.methods.items():
         autocast = context if name in _STEPS_OF_LIGHTNING else None
         matters = method.relevant or autocast is not None
@@ -204,15 +207,6 @@ def _follow_class(
 
 
 _STEPS_OF_LIGHTNING = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-
-
-def _context_of_trainer(interpreter: Interpreter) -> Autocast | None:
-    """Return the autocast in which the trainers of a script call its modules, if they certainly do."""
-    trainers = {
-        m for m in interpreter.managers if m.framework is not None and m.framework.name == "Lightning"
-    }
-    scales = bool(trainers) and all(trainer.scales == Certainty.KNOWN for trainer in trainers)
-    return Autocast(True, "cuda", "float16", explicit=False) if scales else None
 
 
 _TRAINING_EVENTS = (Backward, ModelCall, PrecisionChosen, ScalerScale, ScalerStep, ScalerUnscale, Clip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -135,10 +136,9 @@ def _bind_parameters(
         interpreter.state.bind(interpreter.frame, names[0].arg, owner)
         names = names[1:]
     defaults = parameter_defaults(arguments)
-    annotation_texts = [
-        ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None
-    ]
-    for index, argument in enumerate([*names, *arguments.kwonlyargs]):
+    parameters = {argument.arg: argument for argument in (*names, *arguments.kwonlyargs)}
+    annotations = Counter(ast.unparse(a.annotation) for a in parameters.values() if a.annotation is not None)
+    for index, argument in enumerate(parameters.values()):
         value = passed = values.get(argument.arg, values.get(str(index)))
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
@@ -149,12 +149,11 @@ def _bind_parameters(
             value = _literal_argument(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
-            is_alone = annotation_texts.count(ast.unparse(argument.annotation)) == 1
+            is_alone = annotations[ast.unparse(argument.annotation)] == 1
             value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
         if not isinstance(passed, Model):
             interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
-    parameters = {argument.arg for argument in (*names, *arguments.kwonlyargs)}
     others = (
         v for k, v in values.items() if k not in parameters and not (k.isdigit() and int(k) < len(names))
     )

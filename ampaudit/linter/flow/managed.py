@@ -18,11 +18,12 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
-from ampaudit.linter.flow.torch_names import Framework
+from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import Arguments, KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
-__all__ = ["MANAGED", "make_managed", "make_trainer", "managed_method"]
+__all__ = ["LIGHTNING", "MANAGED", "lightning_trainers", "make_managed", "make_trainer", "managed_method"]
 
+LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
 MANAGED: Final = "managed"  # the key of the scaler of a framework
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
@@ -79,6 +80,11 @@ def managed_method(
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
             interpreter.record(ManagedModel(place, base, key))
     return base
+
+
+def lightning_trainers(interpreter: Interpreter) -> list[Certainty]:
+    """Return how certain it is of each trainer of Lightning that it scales the loss."""
+    return [managed.scales for managed in interpreter.managers if managed.framework is LIGHTNING]
 
 
 def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.syntax import keyword_value
+from ampaudit.linter.flow.syntax import keyword_value, last_component
 from ampaudit.linter.flow.torch_names import Framework
 
 __all__ = [
@@ -96,14 +96,11 @@ class ClassInfo:
 
     def method(self, name: str) -> FunctionInfo | None:
         """Return a method by name, also from base classes that are followed."""
-        if name in self.methods:
-            return self.methods[name]
-        return self.base.method(name) if self.base is not None else None
+        return next((info.methods[name] for info in self.ancestry if name in info.methods), None)
 
     def derives(self, *endings: str) -> bool:
         """Return whether the last component of a base class's name is one of some names."""
-        directly = any(base.rpartition(".")[2] in endings for base in self.bases)
-        return directly or (self.base is not None and self.base.derives(*endings))
+        return any(last_component(base) in endings for info in self.ancestry for base in info.bases)
 
 
 @dataclass(frozen=True, slots=True)

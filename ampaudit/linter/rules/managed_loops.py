@@ -26,7 +26,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.managed import MANAGED
+from ampaudit.linter.flow.managed import LIGHTNING, MANAGED, lightning_trainers
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, STAGE, PerhapsHalf, Stage
 from ampaudit.linter.flow.statement_context import conditions_around, nodes_around
@@ -40,7 +40,7 @@ from ampaudit.linter.flow.syntax import (
     simple_name,
     tests_remainder,
 )
-from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
+from ampaudit.linter.flow.torch_names import Framework
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, KnownItems, Model, Tensor
 from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 from ampaudit.linter.rules.rule import rule
@@ -87,8 +87,8 @@ def _is_alternative(flow: Interpreter, event: Event) -> bool:
 
 
 @rule("AMP802", ClassFollowed)
-def _bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
-    """Check a training step that replaces that of a framework, whose optimizers expect a scaled loss."""
+def _bypassing_backward_in_class(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+    """Check a training step in place of a framework's, and a Lightning module that optimizes manually."""
     for managed in sorted(flow.managers, key=lambda one: one.scales, reverse=True):
         framework = managed.framework
         step = followed.info.methods.get(framework.step) if framework is not None else None
@@ -96,21 +96,16 @@ def _bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> I
             for event in followed.events:
                 if _is_in(event.node, step):
                     yield from _bypassing(event, framework, managed.scales)
-
-
-@rule("AMP802", ClassFollowed)
-def _bypassing_backward_in_module(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
-    """Check that a Lightning module which optimizes manually does not call ``loss.backward()``."""
     if _optimizes_manually(followed.info):
-        certainties = _lightning_trainers(flow) or [Certainty.LIKELY]
+        certainty = max(lightning_trainers(flow), default=Certainty.LIKELY)
         for event in followed.events:
-            yield from _bypassing(event, _LIGHTNING, max(certainties))
+            yield from _bypassing(event, LIGHTNING, certainty)
 
 
 @rule("AMP807", ClassFollowed)
 def _clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check that a Lightning module which optimizes manually clips in a hook that runs after unscaling."""
-    info, certainty = followed.info, max(_lightning_trainers(flow), default=Certainty.UNKNOWN)
+    info, certainty = followed.info, max(lightning_trainers(flow), default=Certainty.UNKNOWN)
     if not certainty or not _optimizes_manually(info):
         return
     names = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -134,14 +129,6 @@ def _clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Ite
             "clip in on_before_optimizer_step, or train in bf16-mixed",
             certainty=certainty,
         )
-
-
-_LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
-
-
-def _lightning_trainers(flow: Interpreter) -> list[Certainty]:
-    """Return how certain it is of each trainer of Lightning that it scales the loss."""
-    return [managed.scales for managed in flow.managers if managed.framework is _LIGHTNING]
 
 
 def _optimizes_manually(info: ClassInfo) -> bool:
