@@ -1,28 +1,68 @@
-"""Interprets calls: of methods, of functions of torch or of the file, and of unknown code."""
+"""Interprets calls: of methods, of functions of torch, of packages or of the file, and of unknown code."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
 
-from ampaudit.linter.diagnostic import file_number
-from ampaudit.linter.flow import objects, optimizers, tensors, torch_calls
+from ampaudit.linter.diagnostic import Certainty, file_number, key_of
+from ampaudit.linter.flow import gradients, objects, tensors
+from ampaudit.linter.flow.events import (
+    ApexInitialized,
+    AutocastMade,
+    CheckpointSaved,
+    Clip,
+    HalfLayer,
+    LossCalled,
+    LossInside,
+    NumberRead,
+    ScalerMade,
+    UnknownEffect,
+    WeightsAveraged,
+)
 from ampaudit.linter.flow.gradients import gradient_method, scaler_method, use_loss_gradients
-from ampaudit.linter.flow.inlining import inline_call
+from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.managed import make_trainer, managed_method
-from ampaudit.linter.flow.objects import call_model
-from ampaudit.linter.flow.optimizers import copies_method
-from ampaudit.linter.flow.state import choice_of_dtypes, join_items
+from ampaudit.linter.flow.managed import make_managed, make_trainer, managed_method
+from ampaudit.linter.flow.objects import call_model, copies_method, device_of
+from ampaudit.linter.flow.state import (
+    BFLOAT16_WEIGHTS,
+    HALF_WEIGHTS,
+    PERHAPS,
+    UNKNOWN_GRADIENTS,
+    UNUSED,
+    choice_of_dtypes,
+    flattened,
+    item_of,
+    join_items,
+)
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.torch_calls import assume_any_effect, call_loss_function, unknown_call
-from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
+from ampaudit.linter.flow.torch_names import (
+    AUTOCASTS,
+    FRAMEWORKS,
+    HARMLESS_METHODS,
+    KEEPS_DTYPE,
+    LOSS_FUNCTIONS,
+    MAKES_TENSORS,
+    MATRIX_PRODUCTS,
+    SCALERS,
+    WITHOUT_HALF_KERNEL,
+    makes_model,
+    makes_optimizer,
+)
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED_TENSOR,
     Arguments,
+    Autocast,
     BoundMethod,
     Class,
+    ContextManager,
+    DeviceValue,
     DictLiteral,
     Function,
     FunctionInfo,
@@ -42,12 +82,370 @@ from ampaudit.linter.flow.values import (
     Scheduler,
     StateDict,
     Tensor,
+    Unknown,
     Value,
+    literal_of,
 )
 
-__all__ = [
-    "evaluate_call",
-]
+__all__ = ["evaluate_call"]
+
+_CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
+_PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
+Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
+
+
+def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+    """Interpret a call of an imported or built-in name."""
+    name = path.rpartition(".")[2]
+    if path in _BY_PATH:
+        return _BY_PATH[path](interpreter, node, arguments)
+    if path in AUTOCASTS:
+        return make_autocast(interpreter, node, AUTOCASTS[path], arguments)
+    if path in SCALERS:
+        return make_scaler(interpreter, node, path, arguments)
+    if name in _CLIPS:
+        interpreter.record(Clip(interpreter.at(node), path, arguments))
+        return UNKNOWN
+    if path.startswith("torch."):
+        return _call_torch(interpreter, node, path, name, arguments)
+    for framework in FRAMEWORKS:
+        if path in framework.constructors:
+            return make_managed(interpreter, node, framework, arguments)
+    if path == "apex.amp.initialize":
+        interpreter.record(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
+    if makes_optimizer(path):
+        return objects.optimizer_value(interpreter, node, "", arguments)
+    if makes_model(path):
+        return objects.make_model(interpreter, node, path, arguments)
+    copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
+    if isinstance(copied, Model):
+        return replace(copied, key=key_of(node), node=node)
+    if path in _PASS_THROUGH or isinstance(copied, StateDict):
+        return arguments.first
+    if path.startswith("builtins."):
+        return _call_builtin(interpreter, node, name, arguments)
+    return unknown_call(interpreter, node, path, arguments)
+
+
+def _call_torch(
+    interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments
+) -> Value:
+    made_in = arguments.keywords.get("dtype", UNKNOWN)
+    is_class = name[:1].isupper()
+    if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
+        interpreter.record(HalfLayer(interpreter.at(node)))
+    if path == "torch.einsum" and not _sums(arguments.get(0, "equation")):
+        return tensors.outer_product(interpreter, node, arguments.all())
+    if path in MATRIX_PRODUCTS:
+        return tensors.matrix_product(interpreter, node, arguments.all())
+    if path in WITHOUT_HALF_KERNEL or path.startswith("torch.fft."):
+        tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
+        return UNSCALED_TENSOR
+    if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
+        return call_loss_function(
+            interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
+        )
+    if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
+        return modules
+    if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
+        data = arguments.get(0, "data")
+        if isinstance(data, Tensor) and data.dtype == "float16" and not data.computed_under:
+            interpreter.half_parameter = node
+        return data or UNKNOWN
+    if path.startswith("torch.optim.lr_scheduler."):
+        return Scheduler() if "Plateau" not in name else UNKNOWN
+    if is_class and path.startswith("torch.optim.") and "swa" not in path:
+        return objects.optimizer_value(interpreter, node, name, arguments)
+    if path.startswith("torch.nn.") and name.endswith("Loss"):
+        return LossFunction(name, node, reduction_of(arguments))
+    if is_class and path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")):
+        inner = arguments.get(0, "module")
+        model = inner if isinstance(inner, Model) else Model(key_of(node), node)
+        (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(model.key)
+        return replace(model, wrapper=name)
+    if is_class and path.startswith("torch.nn.") and "functional" not in path and "utils" not in path:
+        return objects.make_model(interpreter, node, path, arguments)
+    return _function(interpreter, node, path, name, arguments)
+
+
+def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments) -> Value:
+    values = arguments.all()
+    first = arguments.first
+    inner = item_of(first) if isinstance(first, KnownItems) else first
+    if isinstance(inner, LossGradients):
+        return use_loss_gradients(interpreter, node, inner, name)
+    if isinstance(inner, GradAttribute) and "distributed" not in path:
+        return gradient_method(interpreter, node, name)
+    averages = item_of(arguments.get(0, "self") or UNKNOWN)
+    if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
+        interpreter.record(WeightsAveraged(interpreter.at(node), averages))
+    tensors.call_op(interpreter, node, path, values)
+    if name in MAKES_TENSORS and path == f"torch.{name}":
+        default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
+        dtype = tensors.dtype_named(arguments.keywords.get("dtype", default))
+        is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
+        return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
+    if name == "sigmoid":
+        operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
+        return Tensor(sigmoid=node, model_calls=operand.model_calls, dtype=operand.dtype, node=node)
+    if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
+        return UNKNOWN
+    tensor = [value for value in flattened(values) if isinstance(value, Tensor)]
+    interpreter.record_dtypes(node, tensor)
+    if not tensor:
+        return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in values) else UNKNOWN
+    return Tensor(
+        scaler_key=tensors.common_scale(tensor),
+        dtype=_dtype(interpreter, name, tensor),
+        weights_dtype=next((v.weights_dtype for v in tensor if name in KEEPS_DTYPE), ""),
+        computed_under=tensors.computed_under(interpreter, tensor),
+        model_calls=tensors.all_model_calls(tensor),
+        rounded=tensors.first_rounded(tensor),
+        node=node,
+    )
+
+
+def _sums(equation: Value | None) -> bool:
+    """Return whether an equation of ``einsum`` sums over an index, so that it is a matrix product."""
+    text = literal_of(equation)
+    if not isinstance(text, str) or "->" not in text:
+        return True
+    indices, _, result = text.partition("->")
+    return bool(set(filter(str.isalpha, indices)) - set(result))
+
+
+def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
+    """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
+    if by_autocast := tensors.dtype_of_result(interpreter, name):
+        return by_autocast
+    dtypes = {value.dtype for value in operands}
+    return dtypes.pop() if len(dtypes) == 1 and tensors.keeps_dtype(interpreter, name) else ""
+
+
+def _context(kind: str) -> Handler:
+    return lambda interpreter, node, arguments: ContextManager(kind)
+
+
+def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    what = arguments.get(0, "obj")
+    if isinstance(what, DictLiteral):
+        interpreter.record(CheckpointSaved(interpreter.at(node), what))
+    return UNKNOWN
+
+
+def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    value = arguments.get(0, "type")
+    text = literal_of(value)
+    has_index = arguments.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
+    return DeviceValue(device_of(value), has_index)
+
+
+def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    parts = [value.models if isinstance(value, Parameters) else None for value in arguments.positional]
+    return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
+
+
+def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    positional = arguments.positional
+    has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
+    if not positional or not has_all or isinstance(positional[0], Unknown):
+        return UNKNOWN
+    return Partial(positional[0], tuple(positional[1:]), tuple(arguments.keywords.items()), node)
+
+
+_BY_PATH: Final[dict[str, Handler]] = {
+    "torch.no_grad": _context("no_grad"),
+    "torch.inference_mode": _context("no_grad"),
+    "torch.enable_grad": _context("grad"),
+    "torch.set_grad_enabled": lambda interpreter, node, arguments: ContextManager(
+        "no_grad" if literal_of(arguments.get(0, "mode")) is False else "unsure"
+    ),
+    "contextlib.nullcontext": _context("null"),
+    "torch.autograd.grad": gradients.autograd_grad,
+    "torch.save": _save,
+    "torch.device": _device,
+    "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
+    "functools.partial": _partial,
+    "itertools.chain": _chain,
+}
+
+
+def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    first = arguments.first
+    if name == "float" and isinstance(first, Tensor) and first.node is not None:
+        interpreter.record(NumberRead(interpreter.at(node), first))
+        return UNSCALED_TENSOR
+    if name == "str" and isinstance(first, DeviceValue) and first.has_index:
+        return LiteralValue(f"{first.type}:0")
+    if name == "dict" and not arguments.positional:
+        return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
+    if name == "sum" and isinstance(first, KnownItems | Tensor):
+        return item_of(first)
+    if name in ("enumerate", "zip"):
+        of_each = [item_of(value) for value in arguments.positional] or [UNKNOWN]
+        pair = (UNKNOWN, of_each[0]) if name == "enumerate" else tuple(of_each)
+        return KnownItems((KnownItems(pair),), repeated=True)
+    if name == "next" and isinstance(first, Parameters):
+        return first
+    return UNSCALED_TENSOR if name in _NUMBERS_AND_TEXTS else UNKNOWN
+
+
+_NUMBERS_AND_TEXTS: Final = frozenset("len range int str min max round abs print".split())
+
+
+def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    """Interpret a call of code that is not in this file."""
+    last = name.rpartition(".")[2]
+    if last.endswith("GradScaler"):  # another package's, or one of two that are imported
+        return make_scaler(interpreter, node, name, arguments)
+    if last == "backward":
+        gradients.unknown_backward(interpreter)
+        return UNKNOWN
+    values = arguments.all()
+    for value in values:
+        if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
+            follow_callback(interpreter, value, node)
+    if _LOSS.search(last.lower()):
+        record_loss(interpreter, node, values)
+    # what gets neither a scaler nor what may hold one cannot unscale
+    may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
+    gets_weights = any(isinstance(value, Parameters | Model) for value in values)
+    if _CLIPS_GRADIENTS.search(last.lower()) and gets_weights and not may_unscale:
+        interpreter.record(Clip(interpreter.at(node), name, arguments, Certainty.LIKELY))
+    if last not in HARMLESS_METHODS:
+        assume_any_effect(interpreter, name, values)
+    state_dict = next((value for value in values if isinstance(value, StateDict)), None)
+    if state_dict is not None:
+        return state_dict  # moved or converted
+    touched = any(isinstance(value, Scaler | Instance) for value in values)
+    return UNKNOWN if touched else _unknown_result(interpreter, values)
+
+
+def _unknown_result(interpreter: Interpreter, values: list[Value]) -> Value:
+    """Return what unknown code returns, which is scaled only if an argument is."""
+    tensor_arguments = [value for value in values if isinstance(value, Tensor)]
+    if any(value.scaler_key for value in tensor_arguments):
+        return UNKNOWN
+    computed_under = tensors.computed_under(interpreter, tensor_arguments)
+    return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
+
+
+def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) -> None:
+    """Invalidate every fact that unknown code may change through its arguments."""
+    last = name.rpartition(".")[2].lower()
+    state = interpreter.state
+    flat = [item for value in values for item in (value.items if isinstance(value, KnownItems) else (value,))]
+    instances = [value for value in flat if isinstance(value, Instance)]
+    for owner in instances:
+        flat += state.scopes.get(owner.key, {}).values()
+    for value in flat if _CASTS_PARAMETERS.search(last) else ():
+        if isinstance(value, Model) and state.get(HALF_WEIGHTS, value.key) is not None:
+            state.set_fact(HALF_WEIGHTS, PERHAPS, value.key)
+        if isinstance(value, Model):
+            state.set_fact(BFLOAT16_WEIGHTS, None, value.key)
+    interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
+    state.assume_any_call()
+    reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
+    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
+    handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
+    if reaches or trains:
+        interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
+        weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
+        state.assume_any_step()
+        state.gradients = weakened
+
+
+_CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
+_CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
+_LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
+_HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
+
+
+def make_autocast(
+    interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
+) -> Autocast:
+    """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
+    if device is None:
+        interpreter.judge(AutocastMade(interpreter.at(node), arguments))
+    names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
+    values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
+    device_type = device_of(values.get("device_type")) if device is None else device
+    chosen = values["dtype"]
+    by_default = chosen is None or (isinstance(chosen, LiteralValue) and chosen.value is None)
+    dtype = "" if by_default else tensors.dtype_named(chosen or UNKNOWN) or None
+    if dtype in ("float32", "float64"):
+        return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
+    enabled = _enabled(
+        interpreter, values["enabled"], arguments.expression(names.index("enabled"), "enabled")
+    )
+    conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
+    caches = literal_of(arguments.keywords.get("cache_enabled", LiteralValue(True))) is True
+    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
+
+
+def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
+    """Return whether it is enabled; where that depends on a setting, the setting is assumed to be on."""
+    if value is None or expression is None:
+        return True
+    if isinstance(expression, ast.Constant):
+        return bool(expression.value)
+    assumed = interpreter.assumed_truth(expression)
+    if assumed is None and isinstance(expression, ast.Subscript) and value == LiteralValue(True):
+        return True
+    if assumed is None and literal_of(value) is False:
+        return None
+    return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
+
+
+def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+    """Interpret ``GradScaler(...)`` and the assignment to a name."""
+    expression = arguments.expression(99, "enabled")
+    enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
+    statement = interpreter.statement
+    target = (
+        statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    )
+    text = dotted_name(target) if target is not None else ""
+    key = key_of(node) + interpreter.call_path
+    if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
+        enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
+    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
+    default = "cpu" if path.startswith("torch.cpu") else "cuda"
+    device = default if device_value is None else device_of(device_value)
+    scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
+    interpreter.record(ScalerMade(interpreter.at(node), scaler))
+    interpreter.state.set_fact(UNUSED, True, key)
+    return interpreter.register_scaler(scaler) if enabled is not False else scaler
+
+
+def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
+    """Record a loss that is computed under autocast from what a model has returned outside."""
+    autocast = interpreter.autocast
+    outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
+    if outside and autocast.enabled is True and autocast.explicit:
+        interpreter.record(LossInside(interpreter.at(node), outside))
+
+
+def call_loss_function(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
+) -> Value:
+    """Interpret a loss function of torch."""
+    tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
+    record_loss(interpreter, node, tensor_arguments)
+    event = LossCalled(interpreter.at(node), loss, (arguments.first, *arguments.all()), interpreter.autocast)
+    interpreter.judge(event)
+    computed_under = tensors.computed_under(interpreter, tensor_arguments)
+    roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
+    divided = False if loss.reduction in ("mean", "batchmean") else None
+    return Tensor(
+        computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
+    )
+
+
+def reduction_of(arguments: Arguments) -> str:
+    """Return the reduction of a loss, ``?`` if it is not known."""
+    value = arguments.keywords.get("reduction", LiteralValue("mean"))
+    return str(value.value) if isinstance(value, LiteralValue) else "?"
 
 
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
@@ -68,7 +466,7 @@ def evaluate_call(interpreter: Interpreter, node: ast.Call) -> Value:
         function = interpreter.member(base.path, node.func.attr)
     else:
         function = interpreter.evaluate(node.func)
-    return _function(interpreter, node, function)
+    return _call(interpreter, node, function)
 
 
 def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) -> Value:
@@ -80,7 +478,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Scaler):
         return scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
-        return optimizers.optimizer_method(interpreter, node, base, name, arguments)
+        return objects.optimizer_method(interpreter, node, base, name, arguments)
     if isinstance(base, Model):
         return objects.model_method(interpreter, node, base, name, arguments)
     if isinstance(base, Scheduler):
@@ -123,18 +521,18 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
 def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:
     method = interpreter.bound_method(base, name)
     if method is not None:
-        return _function(interpreter, node, method)
+        return _call(interpreter, node, method)
     stored = interpreter.state.value(base.key, name)
     value = interpreter.infer_from_usage(stored or UNKNOWN, dotted_name(node.func))
     if stored is not None or value is not UNKNOWN:
-        return _function(interpreter, node, value)
+        return _call(interpreter, node, value)
     arguments = _arguments(interpreter, node)
     if name not in HARMLESS_METHODS and not (base.info.derives("Module") and name in objects.MODULE_METHODS):
         assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
     return UNKNOWN
 
 
-def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
+def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     arguments = _arguments(interpreter, node)
     if isinstance(function, Partial):
         arguments = _completed(interpreter, function, arguments)
@@ -150,7 +548,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     if isinstance(function, Class):
         return objects.make_instance(interpreter, node, function.info, arguments)
     if isinstance(function, ImportedName):
-        return torch_calls.call_imported(interpreter, node, function.path, arguments)
+        return call_imported(interpreter, node, function.path, arguments)
     if isinstance(function, Model):
         return call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
@@ -161,7 +559,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     if isinstance(function, Instance):
         methods = (interpreter.bound_method(function, name) for name in ("__call__", "forward"))
         method = next(filter(None, methods), None)
-        return UNKNOWN if method is None else _function(interpreter, node, method)
+        return UNKNOWN if method is None else _call(interpreter, node, method)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
 
 

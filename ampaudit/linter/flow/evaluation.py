@@ -15,7 +15,7 @@ from ampaudit.linter.flow.events import (
     UnknownEffect,
 )
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
-from ampaudit.linter.flow.optimizers import freeze
+from ampaudit.linter.flow.objects import freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
 from ampaudit.linter.flow.syntax import dotted_name, last_component, module_of
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
