@@ -104,7 +104,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path in SCALERS:
         return make_scaler(interpreter, node, path, arguments)
     if name in _CLIPS:
-        interpreter.record(Clip(interpreter.at(node), path, arguments))
+        interpreter.record(Clip, node, path, arguments)
         return UNKNOWN
     if path.startswith("torch."):
         return _call_torch(interpreter, node, path, name, arguments)
@@ -112,7 +112,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         if path in framework.constructors:
             return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
-        interpreter.record(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
+        interpreter.record(ApexInitialized, node, arguments.get(0, "models"))
     if makes_optimizer(path):
         return objects.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):
@@ -133,7 +133,7 @@ def _call_torch(
     made_in = arguments.keywords.get("dtype", UNKNOWN)
     is_class = name[:1].isupper()
     if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
-        interpreter.record(HalfLayer(interpreter.at(node)))
+        interpreter.record(HalfLayer, node)
     if path == "torch.einsum" and not _sums(arguments.get(0, "equation")):
         return tensors.outer_product(interpreter, node, arguments.all())
     if path in MATRIX_PRODUCTS:
@@ -178,7 +178,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return gradient_method(interpreter, node, name)
     averages = item_of(arguments.get(0, "self") or UNKNOWN)
     if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        interpreter.record(WeightsAveraged(interpreter.at(node), averages))
+        interpreter.record(WeightsAveraged, node, averages)
     tensors.call_op(interpreter, node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
         default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
@@ -229,7 +229,7 @@ def _context(kind: str) -> Handler:
 def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     what = arguments.get(0, "obj")
     if isinstance(what, DictLiteral):
-        interpreter.record(CheckpointSaved(interpreter.at(node), what))
+        interpreter.record(CheckpointSaved, node, what)
     return UNKNOWN
 
 
@@ -273,7 +273,7 @@ _BY_PATH: Final[dict[str, Handler]] = {
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
     first = arguments.first
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
-        interpreter.record(NumberRead(interpreter.at(node), first))
+        interpreter.record(NumberRead, node, first)
         return UNSCALED_TENSOR
     if name == "str" and isinstance(first, DeviceValue) and first.has_index:
         return LiteralValue(f"{first.type}:0")
@@ -311,7 +311,7 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
     gets_weights = any(isinstance(value, Parameters | Model) for value in values)
     if _CLIPS_GRADIENTS.search(last.lower()) and gets_weights and not may_unscale:
-        interpreter.record(Clip(interpreter.at(node), name, arguments, Certainty.LIKELY))
+        interpreter.record(Clip, node, name, arguments, Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
     state_dict = next((value for value in values if isinstance(value, StateDict)), None)
@@ -349,7 +349,7 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
     handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
     if reaches or trains:
-        interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
+        interpreter.record(UnknownEffect, interpreter.statement or interpreter.script.tree)
         weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
         state.assume_any_step()
         state.gradients = weakened
@@ -366,7 +366,7 @@ def make_autocast(
 ) -> Autocast:
     """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     if device is None:
-        interpreter.judge(AutocastMade(interpreter.at(node), arguments))
+        interpreter.judge(interpreter.event(AutocastMade, node, arguments))
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
     device_type = device_of(values.get("device_type")) if device is None else device
@@ -413,7 +413,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if device_value is None else device_of(device_value)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
-    interpreter.record(ScalerMade(interpreter.at(node), scaler))
+    interpreter.record(ScalerMade, node, scaler)
     interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
 
@@ -423,7 +423,7 @@ def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]
     autocast = interpreter.autocast
     outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
     if outside and autocast.enabled is True and autocast.explicit:
-        interpreter.record(LossInside(interpreter.at(node), outside))
+        interpreter.record(LossInside, node, outside)
 
 
 def call_loss_function(
@@ -432,8 +432,8 @@ def call_loss_function(
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
     record_loss(interpreter, node, tensor_arguments)
-    event = LossCalled(interpreter.at(node), loss, (arguments.first, *arguments.all()), interpreter.autocast)
-    interpreter.judge(event)
+    operands = (arguments.first, *arguments.all())
+    interpreter.judge(interpreter.event(LossCalled, node, loss, operands, interpreter.autocast))
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None

@@ -128,7 +128,7 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
                 freeze(interpreter, model, value)
         replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
         if replaces and not (isinstance(value, LiteralValue) and value.value is None):
-            interpreter.record(UnknownEffect(interpreter.at(target)))
+            interpreter.record(UnknownEffect, target)
             interpreter.state.assume_any_step()  # the new gradient may be of any scale
 
 
@@ -196,7 +196,7 @@ def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: a
         interpreter.enter(UNKNOWN_AUTOCAST)
         interpreter.enter(ContextManager("unsure"))
     if isinstance(value, Autocast):
-        interpreter.record(AutocastEntered(interpreter.at(expression), value, node))
+        interpreter.record(AutocastEntered, expression, value, node)
 
 
 _HARMLESS: Final = frozenset({"builtins", "torch", "tqdm", "contextlib", "time", "warnings", "rich", "os"})
@@ -343,7 +343,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
         if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
-            interpreter.record(GradientRead(interpreter.at(side)))
+            interpreter.record(GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         unscales = isinstance(right, ScaleReading) or "scale" in ast.unparse(node.right).lower()
         return UNKNOWN if unscales else left
@@ -394,7 +394,7 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-        interpreter.record(ScaleCompared(interpreter.at(node)))
+        interpreter.record(ScaleCompared, node)
     return UNKNOWN
 
 
@@ -410,7 +410,7 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
         other = interpreter.evaluate(node.orelse)
     interpreter.path_state = join(then, interpreter.path_state)
     if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
-        interpreter.record(PrecisionChosen(interpreter.at(node)))
+        interpreter.record(PrecisionChosen, node)
     return join_values(one, other)
 
 

@@ -36,7 +36,6 @@ __all__ = [
     "Clip",
     "EntryPointFollowed",
     "Event",
-    "EventPlace",
     "GradientNorm",
     "GradientRead",
     "Guard",
@@ -85,8 +84,8 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class EventPlace:
-    """The place of an event.
+class Event:
+    """Something that happens to a scaler, an optimizer, a model or gradients.
 
     Attributes:
         node: Expression.
@@ -97,28 +96,6 @@ class EventPlace:
     node: ast.AST
     guards: tuple[Guard, ...]
     statement: ast.stmt | None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happens to a scaler, an optimizer, a model or gradients."""
-
-    place: EventPlace
-
-    @property
-    def node(self) -> ast.AST:
-        """The expression."""
-        return self.place.node
-
-    @property
-    def guards(self) -> tuple[Guard, ...]:
-        """The guards around it, outermost first."""
-        return self.place.guards
-
-    @property
-    def statement(self) -> ast.stmt | None:
-        """The statement that contains it."""
-        return self.place.statement
 
     @property
     def loop(self) -> ast.AST | None:

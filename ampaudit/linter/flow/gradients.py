@@ -77,7 +77,7 @@ _HARMLESS_ON_GRADIENTS: Final = frozenset(
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor) -> Value:
     """Interpret ``loss.backward()``."""
     state = interpreter.state
-    interpreter.record(Backward(interpreter.at(node), loss, interpreter.autocast))
+    interpreter.record(Backward, node, loss, interpreter.autocast)
     if loss.scaler_key == MAYBE:
         state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not state.is_unscaled:
@@ -96,7 +96,7 @@ def unknown_backward(interpreter: Interpreter) -> None:
     """Interpret a backward pass of unknown code, which may scale the loss."""
     interpreter.state.gradients = UNKNOWN_GRADIENTS
     interpreter.state.life = Life()
-    interpreter.record(UnknownBackward(interpreter.at(interpreter.statement or interpreter.script.tree)))
+    interpreter.record(UnknownBackward, interpreter.statement or interpreter.script.tree)
 
 
 def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
@@ -112,21 +112,21 @@ def use_loss_gradients(interpreter: Interpreter, node: ast.AST, gradients: LossG
     """Interpret a function or an operator, by name, of what ``torch.autograd.grad`` returned."""
     if name not in _NORMS:
         return gradients
-    interpreter.record(GradientNorm(interpreter.at(node), gradients))
+    interpreter.record(GradientNorm, node, gradients)
     return Tensor(scaler_key=gradients.scaler_key, node=node)
 
 
 def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
     """Interpret a method of ``p.grad``."""
     if name not in _HARMLESS_ON_GRADIENTS:
-        interpreter.record(GradientRead(interpreter.at(node), name in _KEEPS_GRADIENT))
+        interpreter.record(GradientRead, node, name in _KEEPS_GRADIENT)
     return GradAttribute() if name in _KEEPS_GRADIENT else UNSCALED_TENSOR
 
 
 def zero_gradients(interpreter: Interpreter, node: ast.Call, optimizer: str = "") -> None:
     """Interpret ``zero_grad()`` of an optimizer, by key, or of a model."""
     state = interpreter.state
-    interpreter.record(ZeroGrad(interpreter.at(node), optimizer))
+    interpreter.record(ZeroGrad, node, optimizer)
     state.gradients = AccumulatedGradients()
     # a step would be wrong after an early update as well; another optimizer may still have gradients
     if state.life.phase not in (Phase.EARLY, Phase.UPDATED) and has_single_optimizer(interpreter):
@@ -144,10 +144,9 @@ def scaler_method(
 ) -> Value:
     """Interpret a method of a gradient scaler."""
     interpreter.register_scaler(scaler)
-    place = interpreter.at(node)
     if name == "scale":
         outputs = arguments.get(0, "outputs")
-        interpreter.record(ScalerScale(place, scaler, outputs))
+        interpreter.record(ScalerScale, node, scaler, outputs)
         interpreter.state.set_fact(UNUSED, None, scaler.key)
         return _scaled(outputs or UNKNOWN, scaler)
     if name == "step":
@@ -155,14 +154,14 @@ def scaler_method(
     elif name == "unscale_":
         _unscale(interpreter, node, scaler, arguments.get(0, "optimizer"))
     elif name == "update" and not arguments.all():  # a new scale needs no step before it
-        interpreter.record(ScalerUpdate(place, scaler))
+        interpreter.record(ScalerUpdate, node, scaler)
         if scaler.enabled is not False:
             _update(interpreter, node, scaler)
     elif name == "state_dict":
-        interpreter.record(ScalerSaved(place, scaler))
+        interpreter.record(ScalerSaved, node, scaler)
         return StateDict("scaler", scaler.key)
     elif name == "load_state_dict":
-        interpreter.record(ScalerRestored(place, scaler))
+        interpreter.record(ScalerRestored, node, scaler)
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
 
 
@@ -185,7 +184,7 @@ def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: A
     )
     if scaler.enabled is not False and has_closure:  # which runs backward
         state.assume_any_step()
-    interpreter.record(ScalerStep(interpreter.at(node), optimizer, interpreter.autocast, scaler, has_closure))
+    interpreter.record(ScalerStep, node, optimizer, interpreter.autocast, scaler, has_closure)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is False:
@@ -200,7 +199,7 @@ def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: A
 
 def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, target: Value | None) -> None:
     state, optimizer = interpreter.state, target if isinstance(target, Optimizer) else None
-    interpreter.record(ScalerUnscale(interpreter.at(node), scaler, optimizer))
+    interpreter.record(ScalerUnscale, node, scaler, optimizer)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is not False and state.get(STAGE, scaler.key, optimizer.key) is not Stage.STEPPED:

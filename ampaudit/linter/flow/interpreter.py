@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, key_of, position_of
-from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
+from ampaudit.linter.flow.events import Event, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import State, item_of
 from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names
@@ -82,6 +82,8 @@ class LintRule:
     of_dtypes: bool
 
 
+P = ParamSpec("P")
+EventKind: TypeAlias = Callable[Concatenate[ast.AST, tuple[Guard, ...], "ast.stmt | None", P], Event]
 RulesBySubject: TypeAlias = Mapping[type, Sequence[LintRule]]
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
@@ -233,9 +235,9 @@ class Interpreter:
         """The calls that lead here, as text, which tells apart two calls of one function."""
         return "".join(f" from {key_of(call)}" for call in self.calls)
 
-    def at(self, node: ast.AST) -> EventPlace:
-        """Return the place of a node in the flow."""
-        return EventPlace(self._reported(node), self.guards, self.statement)
+    def event(self, kind: EventKind[P], node: ast.AST, *details: P.args, **named: P.kwargs) -> Event:
+        """Return an event at a node, where the flow is."""
+        return kind(self._reported(node), self.guards, self.statement, *details, **named)
 
     def _reported(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
@@ -259,8 +261,9 @@ class Interpreter:
                 node, mistake.cause, mistake.advice, mistake.fix, certainty, code=rule.code
             )
 
-    def record(self, event: Event) -> None:
+    def record(self, kind: EventKind[P], node: ast.AST, *details: P.args, **named: P.kwargs) -> None:
         """Record an event, once per type, node and guards, before it takes effect on the state."""
+        event = self.event(kind, node, *details, **named)
         self.events.setdefault((type(event), event.node, event.guards), event)
         self.judge(event)
 
@@ -440,7 +443,7 @@ class Interpreter:
         both_made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
         stack = self.point.stack
         if both_made and old != new and stack and self.point.is_first_iteration:
-            self.record(ScalerReplaced(self.at(target), stack[-1].node.name))
+            self.record(ScalerReplaced, target, stack[-1].node.name)
 
     def assign_item(self, target: ast.expr, value: Value) -> None:
         """Assign an item of an iterable, which is one of several."""

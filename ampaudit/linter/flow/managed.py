@@ -52,33 +52,33 @@ def managed_method(
     interpreter: Interpreter, node: ast.Call, base: Managed, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of an object that a framework manages."""
-    state, framework, place = interpreter.state, base.framework, interpreter.at(node)
+    state, framework = interpreter.state, base.framework
     if name == "backward" and framework is not None:
-        interpreter.record(ManagedBackward(place, base, arguments.get(0, "loss")))
+        interpreter.record(ManagedBackward, node, base, arguments.get(0, "loss"))
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
-        interpreter.record(ManagedClip(place, base))
+        interpreter.record(ManagedClip, node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.set_fact(STAGE, Stage.UNSCALED, MANAGED, "")
     elif name == "step":
-        interpreter.record(ManagedStep(place, base))
+        interpreter.record(ManagedStep, node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.clear(STAGE, MANAGED)
     elif name == "zero_grad":
-        interpreter.record(ManagedZeroGrad(place, base))
+        interpreter.record(ManagedZeroGrad, node, base)
         state.gradients = AccumulatedGradients()
     elif name == "update" and framework is not None and "scaler" in receiver_name(node):
-        interpreter.record(ManagedUpdate(place, base))
+        interpreter.record(ManagedUpdate, node, base)
     elif name == "fit" and isinstance(model := arguments.get(0, "model"), Model):
-        interpreter.record(ManagedModel(place, base, model.key))
+        interpreter.record(ManagedModel, node, base, model.key)
     elif name == "prepare":
         if base.scales:
-            interpreter.record(AdaptersPrepared(place, base))
+            interpreter.record(AdaptersPrepared, node, base)
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
-            interpreter.record(ManagedModel(place, base, key))
+            interpreter.record(ManagedModel, node, base, key)
     return base
 
 
@@ -92,4 +92,4 @@ def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments)
     trainer_arguments, model = arguments.get(1, "args"), arguments.get(0, "model")
     is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
     if is_trainer and isinstance(trainer_arguments, Managed) and isinstance(model, Model):
-        interpreter.record(ManagedModel(interpreter.at(node), trainer_arguments, model.key))
+        interpreter.record(ManagedModel, node, trainer_arguments, model.key)

@@ -135,7 +135,7 @@ def model_method(
         zero_gradients(interpreter, node)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
-        interpreter.record(Clip(interpreter.at(node), name, arguments))
+        interpreter.record(Clip, node, name, arguments)
         return UNKNOWN
     if name == "no_sync":
         return ContextManager("no_sync")
@@ -160,7 +160,7 @@ def model_method(
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
     dtype = requested_dtype(name, arguments)
     if dtype == "float16":
-        interpreter.record(PrecisionChosen(interpreter.at(node)))
+        interpreter.record(PrecisionChosen, node)
     if dtype:
         in_loop = any(guard.kind == "loop" for guard in interpreter.guards)
         halved = node if dtype == "float16" and in_loop else None
@@ -211,7 +211,7 @@ def call_model(
         call_op(interpreter, node, "torch.nn.Module", arguments.all())
     _check_input(interpreter, node, model, arguments)
     place = interpreter.point
-    interpreter.record(ModelCall(interpreter.at(node), model, place.autocast, place.grad_modes))
+    interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
     value: Value = arguments.first
@@ -346,14 +346,14 @@ def optimizer_method(
         if arguments.all():  # a closure runs backward
             state.gradients = UNKNOWN_GRADIENTS
             state.reach(Phase.FRESH)
-        interpreter.record(OptimizerStep(interpreter.at(node), optimizer, interpreter.autocast))
+        interpreter.record(OptimizerStep, node, optimizer, interpreter.autocast)
         state.reach(Phase.BYPASSED)
     elif name == "zero_grad":
         zero_gradients(interpreter, node, optimizer.key)
     elif name == "state_dict":
         return StateDict("optimizer", optimizer.key)
     elif name == "load_state_dict" and not isinstance(arguments.get(0, "state_dict"), StateDict):
-        interpreter.record(OptimizerRestored(interpreter.at(node)))  # from another run
+        interpreter.record(OptimizerRestored, node)  # from another run
     return UNKNOWN
 
 
@@ -369,7 +369,7 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     if isinstance(parameters, Model):  # of which timm takes the parameters
         models = frozenset({parameters.key})
     optimizer = Optimizer(key_of(node) + interpreter.call_path, node, name, models)
-    interpreter.record(OptimizerMade(interpreter.at(node), optimizer, arguments))
+    interpreter.record(OptimizerMade, node, optimizer, arguments)
     if models:
         interpreter.models_by_optimizer[optimizer.key] = models
     return optimizer
@@ -393,7 +393,7 @@ def copies_method(
         return replace(copies, decayed=True)
     added = name in ("add_", "addcmul_") and copies.decayed
     if added or name == "lerp_" or (name == "copy_" and _averages_itself(node)):
-        interpreter.record(WeightsAveraged(interpreter.at(node), copies))
+        interpreter.record(WeightsAveraged, node, copies)
         return copies
     if name in ("detach", "clone"):
         return replace(copies, is_copy=True)

@@ -97,7 +97,7 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op; there are too many of them to record."""
-    interpreter.judge(OpEvaluated(interpreter.at(node), path, tuple(operands), interpreter.autocast))
+    interpreter.judge(interpreter.event(OpEvaluated, node, path, tuple(operands), interpreter.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
@@ -158,7 +158,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     for value in (left, right) if isinstance(node.op, ast.Add) else ():
         # only a report can use the sum of scaled losses that have no graph
         if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
-            interpreter.record(NumberRead(interpreter.at(node), value))
+            interpreter.record(NumberRead, node, value)
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
@@ -235,7 +235,7 @@ def tensor_method(
     if name == "backward":
         return backward(interpreter, node, base)
     if name in ("item", "tolist"):
-        interpreter.record(NumberRead(interpreter.at(node), base))
+        interpreter.record(NumberRead, node, base)
         return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
         return replace(base, model_calls=frozenset(), is_detached=True, node=node)
