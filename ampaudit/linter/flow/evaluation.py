@@ -177,7 +177,12 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
     with interpreter.entered(interpreter.point):
         for item in node.items:
             value = interpreter.evaluate(item.context_expr)
-            _enter(interpreter, value, item.context_expr, node)
+            is_harmless = isinstance(value, ImportedName) and value.path.split(".")[0] in _HARMLESS
+            if not interpreter.enter(value) and not is_harmless:
+                interpreter.enter(UNKNOWN_AUTOCAST)
+                interpreter.enter(ContextManager("unsure"))
+            if isinstance(value, Autocast):
+                interpreter.record(AutocastEntered, item.context_expr, value, node)
             if item.optional_vars is not None:
                 interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
         inside = interpreter.point.inside("with", node)
@@ -188,15 +193,6 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
 
 
 _RAISES = ("raises", "assertRaises")  # of a test
-
-
-def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:
-    is_harmless = isinstance(value, ImportedName) and value.path.split(".")[0] in _HARMLESS
-    if not interpreter.enter(value) and not is_harmless:
-        interpreter.enter(UNKNOWN_AUTOCAST)
-        interpreter.enter(ContextManager("unsure"))
-    if isinstance(value, Autocast):
-        interpreter.record(AutocastEntered, expression, value, node)
 
 
 _HARMLESS: Final = frozenset({"builtins", "torch", "tqdm", "contextlib", "time", "warnings", "rich", "os"})

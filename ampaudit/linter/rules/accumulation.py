@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -43,22 +42,12 @@ __all__ = ["branch_of", "excludes", "side_of"]
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 
-@dataclass(frozen=True, slots=True)
-class _Accumulation:
-    """A branch of a loop, or of a function that is called for each batch, that steps only for some batches.
-
-    Attributes:
-        events: Events in it.
-        always: Events that happen for each batch.
-    """
-
-    events: list[Event]
-    always: list[Event]
-
-
 @lru_cache(maxsize=1)
-def _accumulations(followed: EntryPointFollowed) -> list[_Accumulation]:
-    """Return the branches that accumulate, which several rules ask for one after the other."""
+def _accumulations(followed: EntryPointFollowed) -> list[tuple[list[Event], list[Event]]]:
+    """Return the events of the branches that step only for some batches, and which of them are for each.
+
+    They are branches of loops, or of functions that are called for each batch. Several rules ask for them.
+    """
     events, accumulations = followed.events, []
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward)):
         inside = [e for e in events if (e.loop is None if loop is None else e.is_inside(loop))]
@@ -70,7 +59,7 @@ def _accumulations(followed: EntryPointFollowed) -> list[_Accumulation]:
             always = [e for e in there if branch_of(loop, e) == branch and not _is_on_count(loop, e)]
             is_gated = bool(steps) and all(_is_on_count(loop, e) for e in steps)
             if is_gated and all(e in always for e in backwards if branch_of(loop, e) == branch):
-                accumulations.append(_Accumulation(there, always))
+                accumulations.append((there, always))
     return accumulations
 
 
@@ -115,8 +104,8 @@ def _is_on_remainder(guard: Guard) -> bool:
 
 @rule("AMP810", EntryPointFollowed)
 def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    for accumulation in _accumulations(followed):
-        for event in of_type(accumulation.always, ScalerUnscale):
+    for _events, always in _accumulations(followed):
+        for event in of_type(always, ScalerUnscale):
             yield Mistake(
                 event.node,
                 "unscale_() runs for every batch, but the step only for some: the second call raises, "
@@ -128,10 +117,10 @@ def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> It
 @rule("AMP806", EntryPointFollowed)
 def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for an update that raises after a batch without a step, as nothing has looked for infinities."""
-    for accumulation in _accumulations(followed):
-        stepped = {event.scaler for event in of_type(accumulation.events, ScalerStep)}
-        looked = {event.scaler for event in of_type(accumulation.always, ScalerUnscale)}
-        for event in of_type(accumulation.always, ScalerUpdate):
+    for events, always in _accumulations(followed):
+        stepped = {event.scaler for event in of_type(events, ScalerStep)}
+        looked = {event.scaler for event in of_type(always, ScalerUnscale)}
+        for event in of_type(always, ScalerUpdate):
             if event.scaler in stepped - looked:
                 yield Mistake(
                     event.node,
@@ -142,10 +131,10 @@ def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Ite
 
 @rule("AMP830", EntryPointFollowed)
 def _never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    for accumulation in _accumulations(followed):
-        if any(isinstance(e, GradientRead | UnknownBackward) for e in accumulation.events):
+    for events, always in _accumulations(followed):
+        if any(isinstance(e, GradientRead | UnknownBackward) for e in events):
             continue
-        for event in of_type(accumulation.always, Backward):
+        for event in of_type(always, Backward):
             if event.loss.loss and event.loss.divided is False:
                 yield _undivided(event, Certainty.KNOWN)
 
