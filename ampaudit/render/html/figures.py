@@ -10,7 +10,7 @@ from typing import Any
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_scale, plural, short_op
 from ampaudit.render.blocks import Section
-from ampaudit.render.findings import TOP, Alert, Suite, relative_path
+from ampaudit.render.findings import TOP, Suite, relative_path
 from ampaudit.render.scan_tables import (
     against_sections,
     path_sections,
@@ -23,7 +23,7 @@ from ampaudit.render.scan_tables import (
 )
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
-from ampaudit.report.finding import CombinedPolicy, Severity
+from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.model import Report, SiteReport
 
@@ -206,79 +206,35 @@ class Tile:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReportView:
-    """The variables of one report.
-
-    Attributes:
-        report: The report.
-        word: ``PASS``, ``FAIL`` or ``WARN``.
-        sentence: Reason for the verdict.
-        heading: Policy, format, mode and extent.
-        gate: Gate and the option that sets it.
-        culprit: Gravest error or warning; ``None`` without one.
-        tiles: Key numbers at the top.
-        findings: Findings, gravest first.
-        left_out: Number of findings beyond ``MAX_FINDINGS``.
-        facts: Labels and texts of the summary.
-        scales: Summary of the loss scales; empty without gradients.
-        combined: Policy that addresses all errors; ``None`` without one.
-        steps: Charts of the steps and sentences about them; ``None`` for a single step.
-        path: Lines of the model that branch on values.
-        sweep: Results at each size.
-        parts: Labels and sections of the comparison with a reference, and of the instruments.
-        chart: SVG of the least headroom over the size.
-    """
-
-    report: Report
-    word: str
-    sentence: str
-    heading: str
-    gate: str
-    culprit: Alert | None
-    tiles: tuple[Tile, ...]
-    findings: tuple[Alert, ...]
-    left_out: int
-    facts: tuple[tuple[str, str], ...]
-    scales: str
-    combined: CombinedPolicy | None
-    steps: tuple[str, tuple[str, ...]] | None
-    path: tuple[Section, ...]
-    sweep: tuple[Section, ...]
-    parts: tuple[tuple[str, tuple[Section, ...]], ...]
-    chart: str
-
-
 def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
     """Return the template's values for each report, its findings, and how it was audited."""
     views = [_view(report, suite, heading) for report, suite, heading in reports]
-    return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
+    return {"views": views, "codes": {alert.code for view in views for alert in view["findings"]}}
 
 
-def _view(report: Report, suite: Suite, heading: str) -> ReportView:
-    alerts = suite.alerts
+def _view(report: Report, suite: Suite, heading: str) -> dict[str, Any]:
+    """Return the variables of one report; those that do not apply are empty, ``left_out`` may be negative."""
+    alerts, steps, sweep, path = suite.alerts, report.steps, report.sweep, report.path
     word, sentence = verdict_words(report)
-    return ReportView(
-        report=report,
-        word=word,
-        sentence=sentence,
-        heading=heading,
-        gate=suite.gate,
-        culprit=next((a for a in alerts if a.suppressed is None and a.level is not Severity.NOTE), None),
-        tiles=tuple(_tiles(report)),
-        findings=tuple(alerts[:MAX_FINDINGS]),
-        left_out=len(alerts) - MAX_FINDINGS,
-        facts=tuple(summary_rows(report, 0)),
-        scales=scales_that_suit(report.backward) if report.backward is not None else "",
-        combined=suite.combined,
-        steps=None
-        if report.steps is None
-        else (steps_svg(report.steps), tuple(step_sentences(report.steps))),
-        path=tuple(path_sections(report, len(report.path.lines))) if report.path is not None else (),
-        sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
-        parts=tuple(_parts(report)),
-        chart=sweep_chart(report.sweep) if report.sweep is not None else "",
-    )
+    return {
+        "report": report,
+        "word": word,
+        "sentence": sentence,
+        "heading": heading,
+        "gate": suite.gate,
+        "culprit": next((a for a in suite.active if a.level is not Severity.NOTE), None),
+        "tiles": tuple(_tiles(report)),
+        "findings": alerts[:MAX_FINDINGS],
+        "left_out": len(alerts) - MAX_FINDINGS,
+        "facts": tuple(summary_rows(report, 0)),
+        "scales": scales_that_suit(report.backward) if report.backward is not None else "",
+        "combined": suite.combined,
+        "steps": (steps_svg(steps), tuple(step_sentences(steps))) if steps is not None else None,
+        "path": tuple(path_sections(report, len(path.lines))) if path is not None else (),
+        "sweep": tuple(sweep_sections(sweep)) if sweep is not None else (),
+        "parts": tuple(_parts(report)),
+        "chart": sweep_chart(sweep) if sweep is not None else "",
+    }
 
 
 def _parts(report: Report) -> Iterator[tuple[str, tuple[Section, ...]]]:
