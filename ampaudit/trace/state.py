@@ -11,6 +11,7 @@ import copy
 import enum
 import io
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -213,11 +214,22 @@ def _new_items(then: Any, now: Any) -> tuple[list[str], bool]:
 
 
 def _stale(then: Any, now: Any) -> tuple[torch.Tensor, ...] | None:
-    if not isinstance(now, dict):
-        return None
-    pairs = [(then.get(key), value) for key, value in now.items() if _differs(then, key, value)]
-    shapes = [[t.shape if isinstance(t, torch.Tensor) else None for t in pair] for pair in pairs]
-    return tuple(old for old, _ in pairs) if all(a == b and a is not None for a, b in shapes) else None
+    if isinstance(now, dict):
+        new = [key for key, value in now.items() if _differs(then, key, value)]
+        then, now = [then.get(key) for key in new], [now[key] for key in new]
+    before, after = _leaves(then), _leaves(now)
+    alike = [_shape(leaf) for leaf in before] == [_shape(leaf) for leaf in after]
+    return tuple(before) if alike and None not in map(_shape, after) else None
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the values in nested containers, also those that weak references refer to."""
+    leaves = pytree.tree_leaves(value)
+    return [leaf() if isinstance(leaf, weakref.ref) else leaf for leaf in leaves]
+
+
+def _shape(leaf: Any) -> torch.Size | None:
+    return leaf.shape if isinstance(leaf, torch.Tensor) else None
 
 
 def _differs(then: dict[Any, Any], key: Any, value: Any) -> bool:

@@ -239,20 +239,59 @@ def test_old_weight_norm_is_audited(policy: str, mode: bool) -> None:
     assert report.exit_code == 1
 
 
-def test_a_tensor_that_the_next_call_reads_is_said() -> None:
-    class Carrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.carried = torch.zeros(4)
+class Carrying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried = torch.zeros(4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.carried = self.carried * 0.5 + x.mean(0)
-            return x + self.carried
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.carried = self.carried * 0.5 + x.mean(0)
+        return x + self.carried
 
-    report = scan(nn.Sequential(nn.Linear(4, 4), Carrying()), torch.rand(2, 4))
+
+class CarryingInList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried = [torch.zeros(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.carried[0] = self.carried[0] * 0.5 + x.mean(0)
+        return x + self.carried[0]
+
+
+@pytest.mark.parametrize("kind", [Carrying, CarryingInList])
+def test_a_tensor_that_the_next_call_reads_is_said(kind: type[nn.Module]) -> None:
+    report = scan(nn.Sequential(nn.Linear(4, 4), kind()), torch.rand(2, 4))
     assert report.notes == (
         "forward stores tensors or objects in 1.carried: each call is traced without them",
     )
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = [torch.zeros(2, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = [x * 2]
+        return self.last[0]
+
+
+class PackedLSTM(nn.Module):
+    """The list of its parameters is made again when they are exchanged for a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, None], torch.tensor([1, 1]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize("kind", [Recomputing, PackedLSTM])
+def test_tensors_that_each_call_stores_again_are_not_said(kind: type[nn.Module]) -> None:
+    assert scan(nn.Sequential(nn.Linear(4, 4), kind()).eval(), torch.rand(2, 4)).notes == ()
 
 
 class Scaled(nn.Module):
