@@ -30,6 +30,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
+from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.op_calls import (
     Bypass,
@@ -147,7 +148,11 @@ def _constant(context: CheckContext, site: Site) -> Alternatives:
 
 def _is_held(flow: Flow, step: Site) -> bool:
     """Return whether the tensors that an op is called on are stored in 16 bits, without a cast."""
-    operands = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
+    nodes = flow.node(step).all_input_nodes
+    if step.decision.reason == TOO_LARGE:  # torch would refuse the op: the casts are those of the audit
+        casts = {n for n in nodes if (site := flow.site(n)) is not None and site.role.inserted}
+        nodes = [n.all_input_nodes[0] if n in casts else n for n in nodes]
+    operands = [(flow.site(node), node.meta.get("val")) for node in nodes]
     floats = [(s, v) for s, v in operands if isinstance(v, torch.Tensor) and v.is_floating_point()]
     low = (v.dtype in LOW_PRECISION_DTYPES and (s is None or not s.role.inserted) for s, v in floats)
     return bool(floats) and all(low)
@@ -160,6 +165,7 @@ _BY_CODE: dict[str, Callable[[CheckContext, Site], Alternatives]] = {
     "AMP203": _log_softmax,
     "AMP204": _log_sigmoid,
     "AMP301": _constant,
+    "AMP308": _constant,
 }
 
 
