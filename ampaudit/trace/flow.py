@@ -7,7 +7,7 @@ graph. Where a tensor chooses, as in its ``batched_mm`` and ``grouped_mm``, only
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,28 +138,29 @@ class Flow:
             elif site is not None:
                 yield site
 
+    def _nearest(self, site: Site, steps: int, next_to: Callable[[Site], list[Site]]) -> Iterator[Site]:
+        """Yield the sites that a number of steps lead to, each once, the nearest first."""
+        frontier, visited = [site], {site.id}
+        for _ in range(steps):
+            following = {n.id: n for step in frontier for n in next_to(step) if n.id not in visited}
+            visited |= following.keys()
+            frontier = list(following.values())
+            yield from frontier
+
+    def upstream(self, site: Site, steps: int) -> Iterator[Site]:
+        """Yield the sites whose values lead to a site in a number of steps, each once, the nearest first."""
+        return self._nearest(site, steps, self.makers)
+
     def leads_to(self, site: Site, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest reader with one of these ops, within a number of steps."""
-        frontier, visited = [site], {site.id}
-        for _ in range(within):
-            following = [r for s in frontier for r in self.readers(s) if r.id not in visited]
-            for reader in following:
-                if self.base(reader) in ops:
-                    return reader
-            visited |= {reader.id for reader in following}
-            frontier = following
-        return None
+        readers = self._nearest(site, within, self.readers)
+        return next((reader for reader in readers if self.base(reader) in ops), None)
 
     def comes_from(self, node: Any, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest producer with one of these ops, within a number of steps."""
-        frontier = [node]
-        for _ in range(within):
-            makers = [maker for n in frontier if (maker := self.maker(n)) is not None]
-            for maker in makers:
-                if self.base(maker) in ops:
-                    return maker
-            frontier = [n for maker in makers for n in self.node(maker).all_input_nodes]
-        return None
+        maker = self.maker(node)
+        makers = () if maker is None else (maker, *self.upstream(maker, within - 1))
+        return next((each for each in makers if self.base(each) in ops), None)
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
         """Return whether a value flows from a site into one of the others."""

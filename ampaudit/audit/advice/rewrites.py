@@ -121,7 +121,7 @@ def _eps(context: CheckContext, site: Site) -> Alternatives:
 
 def _constant(context: CheckContext, site: Site) -> Alternatives:
     """Replace the out-of-range number at or before this value, if it is a mask or another limit."""
-    steps = (site, *context.upstream(site, _BACK))
+    steps = (site, *context.flow.upstream(site, _BACK))
     numbers = ((step, number) for step in steps for number in context.numbers(step))
     largest = context.number_format.max
     match = next(((step, number) for step, number in numbers if largest < abs(number) < math.inf), None)

@@ -213,15 +213,6 @@ class CheckContext:
         sites = (site for name, site, _ in self.outputs if name == output and site is not None)
         return self.site.get(next(sites, SiteId("")))
 
-    def upstream(self, site: Site, steps: int) -> Iterator[Site]:
-        """Yield the ops whose values lead to a site in a number of steps, each once, the nearest first."""
-        frontier, visited = [site], {site.id}
-        for _ in range(steps):
-            makers = {m.id: m for step in frontier for m in self.flow.makers(step) if m.id not in visited}
-            visited |= makers.keys()
-            frontier = list(makers.values())
-            yield from frontier
-
     def observed(self, site: SiteId) -> Observation:
         """Return the observation of a site; an empty one if it was not measured."""
         return self.record.observations.get(site, Observation())

@@ -83,7 +83,7 @@ def _eps(context: CheckContext, site: Site) -> float | None:
 
 def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
     """Return the lost eps shortly before a division, root or logarithm, and the op that adds it."""
-    for maker in context.upstream(site, 3) if context.flow.base(site) in _PROTECTED else ():
+    for maker in context.flow.upstream(site, 3) if context.flow.base(site) in _PROTECTED else ():
         eps = _eps(context, maker) if context.low_precision(maker) else None
         if eps is not None:
             return maker, eps
@@ -187,7 +187,7 @@ def find_cancellation(context: CheckContext) -> Iterator[Finding]:
 )
 def cancellation(context: CheckContext, site: Site) -> str | None:
     """Explain a root, logarithm or division of the difference of two nearly equal values."""
-    for maker in context.upstream(site, 3):
+    for maker in context.flow.upstream(site, 3):
         peaks = [context.observed(m.id).ref_peak for m in context.flow.makers(maker)]
         if len(peaks) == 2 and context.flow.base(maker) in ("sub", "rsub"):
             peak = format_number(max(peaks))
@@ -300,7 +300,7 @@ class RoundedNumber(NamedTuple):
 
 def rounded_number(context: CheckContext, site: Site) -> RoundedNumber | None:
     """Return a number that rounding changes at or shortly before a site: ``0.9999 is 1 in float16``."""
-    for step in (site, *context.upstream(site, _WITHIN)):
+    for step in (site, *context.flow.upstream(site, _WITHIN)):
         node = context.flow.node(step)
         if (op := overload_of(node.target)) is None:
             continue
