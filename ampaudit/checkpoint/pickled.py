@@ -120,12 +120,12 @@ class Storages:
         flat = self._flat(record.storage, shown)
         if not _fits(record, flat.numel() // dtype.itemsize):
             raise RefusedPickle(f"{shown!r} leaves its storage, or is too large for it")
-        found = torch.empty(0, dtype=dtype)
-        found.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
+        tensor = torch.empty(0, dtype=dtype)
+        tensor.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
         if isinstance(record.metadata, Pairs):  # carry out what was pending when it was saved
-            found = found.conj().resolve_conj() if record.metadata.get("conj") is True else found
-            found = -found if record.metadata.get("neg") is True else found
-        return found
+            tensor = tensor.conj().resolve_conj() if record.metadata.get("conj") is True else tensor
+            tensor = -tensor if record.metadata.get("neg") is True else tensor
+        return tensor
 
     def _flat(self, storage: StorageRecord, shown: str) -> torch.Tensor:
         itemsize = _STORAGES[storage.kind].itemsize

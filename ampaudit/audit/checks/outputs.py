@@ -132,8 +132,9 @@ def _explain(
     dtype = context.number_format.name
     proof = f"with only this in {dtype} the output has {alone}, with all but this {rest}"
     if culprit.decision is not None:
-        own = culprit.decision in culprit.sites
-        itself = "its own choices" if own else f"the choices of {culprit.decision}"
+        itself = f"the choices of {culprit.decision}"
+        if culprit.decision in culprit.sites:
+            itself = "its own choices"
         number = rounded_number(context, context.site[culprit.decision])
         details = "; ".join(filter(None, (number and number.text, _detail(context, culprit.detail), proof)))
         why = f"{where} flips {itself}: {details}"
