@@ -165,16 +165,20 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
     if len(free) == 1:
         return free[0]
     names = ", ".join(c.__name__ for c in free)
+    instances = [name for name, value in vars(module).items() if isinstance(value, nn.Module)]
     if not classes:
-        what = "defines no get_model() and no nn.Module"
+        what = "defines no get_model() and no nn.Module class"
     elif free:
         what = f"defines several models ({names})"
     else:
         needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
         what = f"defines no model that can be made without arguments ({needs})"
-    name = (free or classes or [nn.Module])[-1].__name__  # the last one usually contains the others
-    hint = f"add: def get_model(): return {name}(...)"
-    if classes:
+    # the last one usually contains the others
+    name = instances[-1] if instances else (free or classes or [nn.Module])[-1].__name__
+    hint = f"add: def get_model(): return {name}" + ("" if instances else "(...)")
+    if instances:
+        hint += f", or scan it by its name: {location}:{name}"
+    elif classes:
         hint += f", or scan it with its arguments: {location}:{name} --args ..."
     raise SourceError(f"{location} {what}", hint=hint)
 

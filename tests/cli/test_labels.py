@@ -98,7 +98,7 @@ def test_a_pickled_module_is_not_called_weights(
         ({"SmallCNN": "width, depth"}, "without arguments (SmallCNN needs width, depth)"),
         ({"A": "n", "B": "n, m=1"}, "without arguments (A needs n; B needs n)"),
         ({"A": "", "B": "n=1"}, "defines several models (A, B)"),
-        ({}, "defines no get_model() and no nn.Module"),
+        ({}, "defines no get_model() and no nn.Module class"),
     ],
 )
 def test_a_file_without_a_model_says_what_it_has(tmp_path: Path, classes: dict[str, str], said: str) -> None:
@@ -112,6 +112,15 @@ def test_a_file_without_a_model_says_what_it_has(tmp_path: Path, classes: dict[s
     assert said in found.stderr
     last = next(reversed(classes), "Module")  # which may contain the others
     assert f"get_model(): return {last}(...)" in found.stderr
+
+
+def test_a_model_that_is_made_already_can_be_scanned_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("from torch import nn\nbody = nn.Linear(4, 4)\nmodel = nn.Sequential(body)\n")
+    unnamed = run("scan", str(path), "--input", "2x4")
+    assert unnamed.returncode == 2
+    assert f"get_model(): return model, or scan it by its name: {path}:model" in unnamed.stderr
+    assert run("scan", f"{path}:model", "--input", "2x4").returncode == 0
 
 
 @pytest.mark.parametrize("folders", [("pkg",), ("outer", "inner"), ("a", "b", "c")])
