@@ -19,7 +19,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
 from ampaudit.linter.flow.script import Script, ScriptTooLong, is_worth_reading, read_script
-from ampaudit.linter.flow.syntax import imported_modules, imported_names
+from ampaudit.linter.flow.syntax import imported_modules, imported_names, join_names
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
 from ampaudit.linter.flow.values import ClassInfo
 from ampaudit.linter.source_text import Unreadable, decode
@@ -213,13 +213,14 @@ class LinkedScript:
         if name in script.classes or depth > _MAX_FILES:
             return script.classes.get(name)
         imports = imported_names(script.tree)
-        module, _, name = name.rpartition(".")
-        if not module:
-            origins = {bound: (module, original) for bound, module, original in imports if module}
-            module, name = origins.get(name, ("", name))
-        head, dot, rest = module.partition(".")
-        aliases = {bound: original for bound, module, original in imports if not module}
-        module = aliases.get(head, head) + dot + rest
+        paths = {
+            bound: join_names(module, original) if module else original for bound, module, original in imports
+        }
+        head, dot, rest = name.partition(".")
+        if not dot and head not in paths:
+            return None
+        module, _, name = (paths.get(head, head) + dot + rest).rpartition(".")
+        module = module if module.strip(".") else f"{module}."  # the dots of a relative import are its module
         # a package mostly passes on what a module in it defines
         target = self.module(script, module) or self.module(script, module.partition(".")[0])
         return None if target is None else self._class_named(target, name, depth + 1)

@@ -155,6 +155,26 @@ def test_methods_of_imported_base_classes_are_followed(tmp_path: Path, first: st
     assert [code for code, _, _ in alarms(tmp_path)] == ["AMP807"] * count
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from .base import BaseTrainer", "BaseTrainer"),
+        ("from . import base", "base.BaseTrainer"),
+        ("from pkg import base as trainers", "trainers.BaseTrainer"),
+        ("import pkg.base", "pkg.base.BaseTrainer"),
+        ("import pkg.base as trainers", "trainers.BaseTrainer"),
+    ],
+)
+@pytest.mark.parametrize(("first", "count"), [("self.scaler.unscale_(self.optimizer)", 0), ("pass", 1)])
+def test_a_base_class_is_followed_however_it_is_imported(
+    tmp_path: Path, line: str, name: str, first: str, count: int
+) -> None:
+    derived = DERIVED.replace("from base import BaseTrainer", line).replace("(BaseTrainer)", f"({name})")
+    files = {"pkg/__init__.py": "", "pkg/base.py": BASE.format(first=first), "pkg/train.py": derived}
+    write(tmp_path, files)
+    assert [code for code, _, _ in alarms(tmp_path)] == ["AMP807"] * count
+
+
 STEP = """
 import torch
 
