@@ -233,3 +233,23 @@ def test_items_whose_keys_are_not_known_do_not_double_at_each_join() -> None:
     loop = f"with torch.autocast('cuda'):\n    kept = {{}}\n    for x, y in loader:\n{steps}"
     with soon():
         assert not lint(f"import torch\n\n{loop}").findings
+
+
+@pytest.mark.parametrize(("call", "codes"), [("", set()), (", clip=1.0", {"AMP807"})])
+def test_a_positional_argument_is_no_keyword_only_one(call: str, codes: set[str]) -> None:
+    helper = """
+def update(loss, model, scaler, *optimizers, clip=None):
+    scaler.scale(loss).backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+"""
+    body = loop(step="pass").replace(
+        "scaler.scale(loss).backward()", f"update(loss, model, scaler, optimizer{call})"
+    )
+    text = body.replace("        scaler.update()\n", "", 1).replace(
+        "\n\n\ndef train", f"\n\n{helper}\n\ndef train", 1
+    )
+    assert set(found(text)) == codes

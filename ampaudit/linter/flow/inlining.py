@@ -139,7 +139,7 @@ def _bind_parameters(
     parameters = {argument.arg: argument for argument in (*names, *arguments.kwonlyargs)}
     annotations = Counter(ast.unparse(a.annotation) for a in parameters.values() if a.annotation is not None)
     for index, argument in enumerate(parameters.values()):
-        value = passed = values.get(argument.arg, values.get(str(index)))
+        value = passed = values.get(argument.arg, values.get(str(index)) if index < len(names) else None)
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
             value = LiteralValue(default.value)
