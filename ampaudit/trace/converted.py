@@ -16,7 +16,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
 __all__ = [
     "CodeDifference",
@@ -95,18 +95,16 @@ class ConvertedModel:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """The size of the FP32 masters and of everything in 16 bits, in bytes; tied tensors count once."""
-        masters, low_precision = (
-            {id(t): t.nbytes for t in self.masters.values() if (t.dtype in LOW_PRECISION_DTYPES) is low}
-            for low in (False, True)
-        )
+        """The size of the FP32 masters and of all floats in 16 bits, in bytes; tied tensors count once."""
+        floats = {id(tensor): tensor for tensor in self.masters.values() if inexact(tensor)}
+        stored_low = sum(t.nbytes for t in floats.values() if t.dtype in LOW_PRECISION_DTYPES)
         copies = {
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
             for c in self.copies.values()
         }
         return {
-            "master": sum(masters.values()),
-            "working": sum(copies.values()) + sum(low_precision.values()),
+            "master": sum(tensor.nbytes for tensor in floats.values()) - stored_low,
+            "working": sum(copies.values()) + stored_low,
         }
 
 

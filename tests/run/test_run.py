@@ -248,10 +248,8 @@ def test_masters_are_the_models_own_tensors_and_copies_are_half_as_large() -> No
         id(p) for n, p in zoo.model.named_parameters() if "position" in n
     }
     sizes = converted.weight_bytes
-    integers = sum(
-        t.numel() * t.element_size() for t in converted.masters.values() if not t.is_floating_point()
-    )
-    assert sizes["working"] * 2 == sizes["master"] - integers
+    assert any(not t.is_floating_point() for t in converted.masters.values())  # positions are no weights
+    assert sizes["working"] * 2 == sizes["master"]
 
 
 class Enormous(nn.Module):
