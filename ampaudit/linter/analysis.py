@@ -1,4 +1,4 @@
-"""Analyzes a script: interprets the module, then every function and class that nothing in it calls.
+"""Analyzes a script: interprets the module, then every function and class not called so far.
 
 Both branches of a condition such as ``if use_amp:`` are interpreted and joined; then each of the most
 frequent conditions is assumed to be true, and to be false. A diagnostic counts if it is certain in one of

@@ -253,3 +253,26 @@ def update(loss, model, scaler, *optimizers, clip=None):
         "\n\n\ndef train", f"\n\n{helper}\n\ndef train", 1
     )
     assert set(found(text)) == codes
+
+
+HELPER = """
+def train_batch(model, optimizer, scaler, x, y, settings, use_amp=True):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    if {condition}:
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    "condition", ["scaler is not None", "scaler", "scaler.is_enabled()", "use_amp", "settings.fp16"]
+)
+def test_a_scaler_of_the_caller_may_be_off_where_a_setting_is(condition: str) -> None:
+    assert found(HEAD + HELPER.format(condition=condition)) == {}
+    later = HELPER.format(condition=condition).replace("scaler.unscale_(optimizer)", "pass")
+    assert set(found(HEAD + later)) == {"AMP807"}

@@ -370,6 +370,8 @@ def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
         decisive = isinstance(node.op, ast.Or)  # the truth of one operand that decides the whole
         return decisive if decisive in truths else None if None in truths else not decisive
     value = interpreter.evaluate(node)
+    if isinstance(value, Scaler) and interpreter.state.holds_scaler(value):
+        return True
     if isinstance(value, LiteralValue) and not (value.is_given or isinstance(node, ast.Constant)):
         return None
     return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
@@ -387,7 +389,7 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
     if is_none_test and isinstance(left, LiteralValue) and left.is_given:
         return Truth(isinstance(node.ops[0], ast.Is) == (left.value is None))
-    if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
+    if is_none_test and isinstance(left, Scaler) and interpreter.state.holds_scaler(left):
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record(ScaleCompared, node)

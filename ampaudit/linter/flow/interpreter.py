@@ -403,7 +403,8 @@ class Interpreter:
         """Return the object of a kind that a name stands for, where its construction is not seen."""
         key = f"name {name}"
         if kind == "scaler":
-            return self.register_scaler(Scaler(key, text=text))
+            enabled = False not in self.assumptions.values()  # what is off may have switched it off as well
+            return self.register_scaler(Scaler(key, enabled=enabled, text=text))
         if kind == "scheduler":
             return Scheduler()
         return Optimizer(key) if kind == "optimizer" else Model(key) if kind == "model" else UNKNOWN

@@ -270,6 +270,11 @@ class State:
             if key[0] in (STAGE, UNUSED):
                 self.facts[key] = PERHAPS
 
+    def holds_scaler(self, scaler: Scaler) -> bool:
+        """Return whether a name cannot be ``None``: a scaler was made for it, or it has scaled a loss."""
+        was_made = scaler.node is not None and not scaler.optional
+        return was_made or self.facts.get((UNUSED, scaler.key), True) is None
+
     def may_hold(self, kind: FactKind[Any], *start: str) -> bool:
         """Return whether any fact with this prefix is, or may be, true."""
         return any(fact is not None for _, fact in self.matching(kind, *start))
