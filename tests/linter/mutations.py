@@ -77,7 +77,7 @@ def _without(tree: ast.Module, is_meant: Callable[[ast.stmt], bool]) -> bool:
 def _replaced(tree: ast.Module, new: Callable[[ast.stmt], ast.stmt | None]) -> bool:
     """Replace the statements for which a function returns another one."""
     changed = False
-    for block in _blocks(tree):
+    for block in list(_blocks(tree)):
         for index, statement in enumerate(block):
             replacement = new(statement)
             if replacement is not None:
@@ -325,6 +325,28 @@ def logged_between(tree: ast.Module) -> bool:
     return changed
 
 
+def switched_by_setting(tree: ast.Module) -> bool:
+    def switched(statement: ast.stmt) -> ast.stmt | None:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        plain = "pass"
+        if isinstance(call, ast.Call) and _is_scaled_backward(statement):
+            scaled = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+            plain = f"({ast.unparse(scaled.args[0])}).backward()" if isinstance(scaled, ast.Call) else plain
+        elif isinstance(call, ast.Call) and _is_step(statement):
+            plain = f"{ast.unparse(call.args[0])}.step()"
+        elif not (_is_update(statement) or _method(statement, "unscale_", "scaler")):
+            return None
+        return _parsed(f"if options.amp:\n    {ast.unparse(statement)}\nelse:\n    {plain}")
+
+    for node in ast.walk(tree):
+        switches = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("GradScaler", "autocast"))
+        if switches and not any(keyword.arg == "enabled" for keyword in node.keywords):
+            node.keywords.append(ast.keyword("enabled", ast.parse("options.amp", mode="eval").body))
+    changed = _replaced(tree, switched)
+    _add_helper(tree, "from settings import options")
+    return changed
+
+
 HARMLESS: Final[dict[str, Mutation]] = {
     "other names": other_names,
     "zero_grad after update": zero_grad_after_update,
@@ -333,4 +355,5 @@ HARMLESS: Final[dict[str, Mutation]] = {
     "step in a helper": step_in_helper,
     "backward in a helper": backward_in_helper,
     "logged between": logged_between,
+    "switched by a setting": switched_by_setting,
 }

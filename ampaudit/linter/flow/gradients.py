@@ -48,6 +48,7 @@ from ampaudit.linter.flow.values import (
     ScaleReading,
     StateDict,
     Tensor,
+    Truth,
     Value,
     literal_of,
 )
@@ -144,6 +145,9 @@ def scaler_method(
 ) -> Value:
     """Interpret a method of a gradient scaler."""
     interpreter.register_scaler(scaler)
+    by_setting = scaler.enabled is None or scaler.node is None
+    if by_setting and False in interpreter.assumptions.values():
+        scaler = replace(scaler, enabled=False)  # the setting that is off may have switched it off as well
     if name == "scale":
         outputs = arguments.get(0, "outputs")
         interpreter.record(ScalerScale, node, scaler, outputs)
@@ -162,6 +166,8 @@ def scaler_method(
         return StateDict("scaler", scaler.key)
     elif name == "load_state_dict":
         interpreter.record(ScalerRestored, node, scaler)
+    elif name == "is_enabled" and scaler.enabled is not None:
+        return Truth(scaler.enabled)
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
 
 

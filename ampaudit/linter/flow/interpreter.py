@@ -403,8 +403,7 @@ class Interpreter:
         """Return the object of a kind that a name stands for, where its construction is not seen."""
         key = f"name {name}"
         if kind == "scaler":
-            enabled = False not in self.assumptions.values()  # what is off may have switched it off as well
-            return self.register_scaler(Scaler(key, enabled=enabled, text=text))
+            return self.register_scaler(Scaler(key, text=text))
         if kind == "scheduler":
             return Scheduler()
         return Optimizer(key) if kind == "optimizer" else Model(key) if kind == "model" else UNKNOWN
