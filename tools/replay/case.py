@@ -115,7 +115,7 @@ def _transcript(command: str, folder: Path, current: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _described(path: Path, folder: Path) -> str:
