@@ -125,7 +125,7 @@ MUTANTS = {
     "a convolution has no negative weights": Mutant(("conv1d", "conv2d"), _span(_nonpositive)),
     "masked_fill fills nothing": Mutant(("masked_fill",), _unfilled),
     "a maximum without keepdim is one with it": Mutant(
-        patches=((elementwise, "_kept_shape", lambda *_: True),)
+        patches=((elementwise, "_keeps_rows", lambda *_: True),)
     ),
     "any root is the root of this value": Mutant(patches=((elementwise, "_rounded", _any_value),)),
     "integers do not wrap around": Mutant(patches=((stored, "_as_integer", lambda x, dtype: x),)),
