@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds import elementwise, products, reductions, shapes
-from ampaudit.bounds.interval import Interval, between, from_tensor, symmetric
+from ampaudit.bounds.interval import Interval, between, from_tensor, hull, symmetric
 from ampaudit.bounds.shapes import without_visible_writes, written_memory
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, can_represent, format_of, stored, widened_once
 from ampaudit.bounds.transfers import (
@@ -41,29 +41,18 @@ _REGISTERED = (elementwise, products, reductions, shapes)
 
 
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
-    """Bound every site of a graph.
+    """Bound every site of a graph for inputs in a domain, which has their ranges by placeholder.
 
     The value of a site that is not proved is assumed to lie within the format for later sites, since an
     overflow there is the fault of that site alone. So a proof says that a site does not overflow unless an
     earlier one does.
-
-    Args:
-        traced: The graph with its weights.
-        domain: Ranges of the inputs, by placeholder.
-        form: The 16-bit format of the run.
     """
     with torch.no_grad():
         return _BoundPass(traced, domain, form).run()
 
 
 class _BoundPass:
-    """One walk through a graph without writes in place.
-
-    Args:
-        traced: The graph.
-        domain: Ranges of its inputs.
-        form: The 16-bit format.
-    """
+    """One walk through a graph without writes in place."""
 
     def __init__(self, traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> None:
         self._memory = SharedMemory(traced.graph)
@@ -185,10 +174,7 @@ class _BoundPass:
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
             return any_value(sizes_of(value), value.dtype)  # their bytes are read as another dtype
         both = [self._intervals[source] for source in node.all_input_nodes]
-        filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
-        low = min((float(interval.low.amin()) for interval in filled), default=0.0)
-        high = max((float(interval.high.amax()) for interval in filled), default=0.0)
-        return between(sizes_of(value), low, high)
+        return hull(sizes_of(value), *(interval for interval in both if isinstance(interval, Interval)))
 
     def _prove(self, node: fx.Node, peaks: list[float]) -> None:
         site = self._sites.get(node.name)
@@ -345,17 +331,16 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
             return False
         computable = self._computable(node, entry) and 0 <= math.prod(sizes_of(value)) <= MAX_COMPUTED
+        weight = None
         if not computable and base_name(op) in CAST_OPS and sources:
             weight = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
-            if weight is not None:
-                self[node] = weight
-            return weight is not None
-        if not computable and not (entry.moves and len(sources) == 1):
+        elif computable or (entry.moves and len(sources) == 1):
+            result = self._result(node)
+            if result is not None:
+                weight = KnownTensor(result) if computable else replace(self[sources[0]], tensor=result)
+        if weight is None:
             return False
-        result = self._result(node)
-        if result is None:
-            return False
-        self[node] = KnownTensor(result) if computable else replace(self[sources[0]], tensor=result)
+        self[node] = weight
         if computable:
             self._constants.add(node)
         return True
@@ -405,7 +390,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
 
 def _cast(weight: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> KnownTensor | None:
     """Return a weight after a cast between floating-point dtypes; ``None`` for other casts."""
-    if source is dtype or can_represent(dtype, source):
+    if can_represent(dtype, source):
         return weight
     if not (source.is_floating_point and dtype.is_floating_point):
         return None
@@ -415,12 +400,7 @@ def _cast(weight: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> Known
 def assumptions(
     traced: TracedModel, batches: Sequence[Sequence[torch.Tensor]], stated: Iterable[str]
 ) -> dict[str, Assumption]:
-    """Return the range of each input of the graph, by placeholder.
-
-    Args:
-        traced: The graph.
-        batches: Tensors of each batch, in the order of the graph's inputs.
-        stated: The user's assumptions as text.
+    """Return the range of each input of the graph, by placeholder: as stated, or else that of the batches.
 
     Raises:
         UsageError: An assumption is about an input that the model does not have.
@@ -432,29 +412,24 @@ def assumptions(
         if name not in names and name != "input":
             hint = did_you_mean(name, [*names, "input"]) + f"inputs: {', '.join(names)}"
             raise UsageError(f"--assume {name}: the model has no such input", hint=hint)
+    nodes = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
     return {
-        place.node: _assumption_of(traced, place, index, batches, ranges)
+        place.node: _assumption_of(place, nodes[place.node], [batch[index] for batch in batches], ranges)
         for index, place in enumerate(places)
     }
 
 
 def _assumption_of(
-    traced: TracedModel,
-    place: Placeholder,
-    index: int,
-    batches: Sequence[Sequence[torch.Tensor]],
-    ranges: dict[str, tuple[float, float]],
+    place: Placeholder, node: Any, tensors: list[torch.Tensor], ranges: dict[str, tuple[float, float]]
 ) -> Assumption:
     floating = place.dtype is not None and place.dtype.is_floating_point
     if place.name in ranges or ("input" in ranges and floating):
-        low, high = ranges.get(place.name, ranges.get("input", (0.0, 0.0)))
-        return Assumption(place.name, low, high, "stated")
-    node = next(n for n in traced.graph.nodes if n.name == place.node)
+        return Assumption(place.name, *ranges.get(place.name, ranges.get("input", (0.0, 0.0))), "stated")
     tables = [u for u in node.users if str(u.target).startswith("aten.embedding.") and u.args[1] is node]
     if tables and len(tables) == len(node.users):
         rows = min(int(table.args[0].meta["val"].shape[0]) for table in tables)
         return Assumption(place.name, 0.0, float(rows - 1), "embedding table")
-    ends = [_range(tensors[index]) for tensors in batches if tensors[index].numel()]
+    ends = [_range(tensor) for tensor in tensors if tensor.numel()]
     low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=0.0)
     return Assumption(place.name, low, high, "batches")
 
@@ -465,8 +440,8 @@ def contains(
     """Return whether batches satisfy the assumptions about a graph's inputs."""
     by_name = {each.name: each for each in assumed}
     names = [place.name for place in traced.placeholders if place.slot is Slot.INPUT]
-    for name, tensors in ((name, [batch[i] for batch in batches]) for i, name in enumerate(names)):
-        ends = [_range(tensor) for tensor in tensors if tensor.numel()]
+    for index, name in enumerate(names):
+        ends = [_range(batch[index]) for batch in batches if batch[index].numel()]
         assumption = by_name.get(name)
         if assumption is None or any(low < assumption.low or high > assumption.high for low, high in ends):
             return False

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from ampaudit.bounds.interval import Interval, between, symmetric, unbounded
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, format_of, rounding
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, can_represent, rounding
 from ampaudit.bounds.transfers import (
     ELEMENTARY,
     OpCall,
@@ -54,7 +54,7 @@ def _aligned(call: OpCall, interval: Interval) -> dict[int, torch.Tensor]:
     """Return an operand's norms by the output's axes, if broadcasting does not repeat along them."""
     shape, shift = call.shape, len(call.shape) - len(interval.shape)
     return {
-        axis + shift: norm.reshape((1,) * shift + tuple(norm.shape))
+        axis + shift: norm[(None,) * shift]
         for axis, norm in interval.norms.items()
         if interval.shape[axis] == shape[axis + shift]
     }
@@ -71,8 +71,8 @@ def _norm_of(call: OpCall, interval: Interval, axis: int) -> torch.Tensor:
     place = axis - shift
     size = shape[axis]
     if place < 0 or not interval.shape:
-        return interval.magnitude.reshape((1,) * shift + tuple(interval.magnitude.shape)) * math.sqrt(size)
-    norm = interval.norm(place).reshape((1,) * shift + tuple(interval.norm(place).shape))
+        return interval.magnitude[(None,) * shift] * math.sqrt(size)
+    norm = interval.norm(place)[(None,) * shift]
     return norm if interval.shape[place] == size else norm * math.sqrt(size)
 
 
@@ -119,17 +119,13 @@ def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    result = _sum(call, call.interval(first), call.interval(second), sign * alpha)
-    return _scaled_rounding(call, result, second, alpha)
-
-
-def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:
-    """Widen for the rounding of ``alpha * x``, to float32 or 16 bits, before it is added."""
+    a, b = call.interval(first), call.interval(second)
+    result = _sum(call, a, b, sign * alpha)
     if alpha in (1, -1, 0):
         return result
-    scaled = abs(alpha) * call.interval(operand).peak
     if not call.dtype.is_floating_point:
-        return result if float(alpha).is_integer() else unbounded(call.shape)
+        return result if alpha.is_integer() else unbounded(call.shape)
+    scaled = abs(alpha) * b.peak  # rounded, to float32 or 16 bits, before it is added
     return result.widened(0.0, scaled * 2.0**-8) if scaled < call.limit else unbounded(call.shape)
 
 
@@ -290,36 +286,20 @@ def hard_tanh(call: OpCall) -> Interval:
     return output_interval(call, torch.minimum(low, limits[1].low), torch.minimum(high, limits[1].high))
 
 
-@transfer("maximum", "max.other", exact=True)
-def maximum(call: OpCall) -> Interval:
-    """Return the larger of both lower ends, and of both upper ends."""
+@transfer("maximum", "max.other", "minimum", "min.other", exact=True)
+def extreme(call: OpCall) -> Interval:
+    """Return the larger, or smaller, of both lower ends, and of both upper ends."""
+    choose = torch.maximum if call.name.startswith("max") else torch.minimum
     a, b = call.interval("self"), call.interval("other")
-    return output_interval(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
-
-
-@transfer("minimum", "min.other", exact=True)
-def minimum(call: OpCall) -> Interval:
-    """Return the smaller of both lower ends, and of both upper ends."""
-    a, b = call.interval("self"), call.interval("other")
-    return output_interval(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
+    return output_interval(call, choose(a.low, b.low), choose(a.high, b.high))
 
 
 @transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
-def where(call: OpCall) -> Interval:
-    """Return the union of both branches."""
-    call.ignore("condition")
-    return _either(call, "self", "other")
-
-
 @transfer("masked_fill.Scalar", "masked_fill.Tensor", exact=True)
-def masked_fill(call: OpCall) -> Interval:
-    """Return the union of the input and the fill value."""
-    call.ignore("mask")
-    return _either(call, "self", "value")
-
-
-def _either(call: OpCall, first: str, second: str) -> Interval:
-    a, b = call.interval(first), call.interval(second)
+def where(call: OpCall) -> Interval:
+    """Return the union of both branches, or of the input and the fill value."""
+    call.ignore("condition", "mask")
+    a, b = call.interval("self"), call.interval("other" if call.name == "where" else "value")
     return output_interval(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
@@ -356,8 +336,9 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
     root = _rounded(factor, beside=value)
     added = _operand(root, aten.sqrt.default if divided else aten.rsqrt.default)
     mean = _plus_eps(added) if added is not None and _dtype(root) is torch.float32 else None
-    squares = _reduced(mean, (aten.mean.dim,)) if mean is not None and _is_float32(mean) else None
-    source = _square_of(squares) if squares is not None and _is_float32(squares) else None
+    # in 16 bits a square may vanish, and the bound does not hold
+    squares = _reduced(mean, (aten.mean.dim,)) if mean is not None and _dtype(mean) is torch.float32 else None
+    source = _square_of(squares) if squares is not None and _dtype(squares) is torch.float32 else None
     if source is None or mean is None or _rounded(source) is not _rounded(value):
         return None
     if sizes_of(value.meta["val"]) != shape or sizes_of(factor.meta["val"]) != sizes_of(mean.meta["val"]):
@@ -367,9 +348,7 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
     terms = math.prod(shape[axis] for axis in axes)
     reach = math.sqrt(terms) * (1.0 + SLACK + summation_error(terms + 4)) + SLACK
     interval = symmetric(shape, reach)
-    return Interval(
-        interval.shape, interval.low, interval.high, {axes[0]: interval.high} if len(axes) == 1 else {}
-    )
+    return replace(interval, norms={axes[0]: interval.high} if len(axes) == 1 else {})
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -381,27 +360,16 @@ def _dtype(node: fx.Node | None) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _is_float32(node: fx.Node) -> bool:
-    """Return whether a value is float32; in 16 bits a square may vanish, and the bound does not hold."""
-    return _dtype(node) is torch.float32
-
-
 def _exact(node: fx.Node) -> fx.Node:
     """Return the value behind copies and lossless casts."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        copied = node.target in _COPIES or is_idle_dropout(node)
-        if not copied and not (node.target in _CASTS and _keeps_all(_dtype(source), _dtype(node))):
+        dtype = _dtype(node)
+        lossless = node.target in _CASTS and dtype is not None and can_represent(dtype, _dtype(source))
+        if not (lossless or node.target in _COPIES or is_idle_dropout(node)):
             return node
         node = source
     return node
-
-
-def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:
-    if source is target:
-        return source is not None
-    narrow, wide = format_of(source), format_of(target)
-    return narrow is not None and target is torch.float32 and wide is not None
 
 
 def _rounded(node: fx.Node, beside: fx.Node | None = None) -> fx.Node:
@@ -427,7 +395,7 @@ def _operand(node: fx.Node | None, op: OpOverload) -> fx.Node | None:
 
 def _plus_eps(node: fx.Node) -> fx.Node | None:
     """Return the mean in ``mean + eps``."""
-    if node.target not in (aten.add.Tensor, aten.add.Scalar) or not _is_float32(node):
+    if node.target not in (aten.add.Tensor, aten.add.Scalar) or _dtype(node) is not torch.float32:
         return None
     arguments = _arguments(node)
     mean, eps = arguments["self"], arguments["other"]
@@ -512,12 +480,9 @@ def _monotone(
         highest = function(x.high).nan_to_num(high, math.inf, -math.inf).clamp(low, high)
         result = output_interval(call, lowest, highest, x.norms if shrinks else {})
         wide = result if exact else result.widened(ELEMENTARY, absolute)
-        return replace(wide, low=wide.low.clamp(min=low), high=wide.high.clamp(max=_above(high)))
-
-
-def _above(limit: float) -> float:
-    """Return the limit with a margin, since a library's tanh may exceed it by one unit of float32."""
-    return limit * (1 + ELEMENTARY) if limit > 0 else limit
+        # a library's tanh may exceed 1 by one unit of float32
+        above = high * (1 + ELEMENTARY) if high > 0 else high
+        return replace(wide, low=wide.low.clamp(min=low), high=wide.high.clamp(max=above))
 
 
 _monotone("exp", torch.exp, 0.0)
@@ -611,9 +576,7 @@ def _bent(call: OpCall, x: Interval, least: float, most: float) -> Interval:
     """Bound max(x, 0) plus min(x, 0) times a slope between ``least`` and ``most``."""
     below, above = x.low.clamp(max=0.0), x.high.clamp(max=0.0)
     products = [end * slope for end in (below, above) for slope in (least, most)]
-    low, high = products[0], products[0]
-    for each in products[1:]:
-        low, high = torch.minimum(low, each), torch.maximum(high, each)
+    low, high = reduce(torch.minimum, products), reduce(torch.maximum, products)
     passes = x.high > 0
     low = torch.where(x.low >= 0, x.low, torch.where(passes, low.clamp(max=0.0), low))
     high = torch.where(passes, torch.maximum(high, x.high), high)

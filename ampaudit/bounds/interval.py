@@ -15,7 +15,7 @@ import torch
 
 from ampaudit.trace.values import fits
 
-__all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "symmetric", "unbounded"]
+__all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "hull", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
@@ -106,10 +106,6 @@ class Interval:
         low, high = self.low.amin(place, keepdim=True), self.high.amax(place, keepdim=True)
         return Interval(self.shape, low, high)
 
-    def without_norms(self) -> Interval:
-        """Return the ends without norms."""
-        return Interval(self.shape, self.low, self.high)
-
     def widened(self, relative: float, absolute: float = 0.0) -> Interval:
         """Return the interval for values with an error of up to ``relative * |x| + absolute``."""
         # v - |v| * relative is monotone in v, so that the error of an end depends on that end alone
@@ -121,11 +117,10 @@ class Interval:
 
         low = finite(self.low - (sizes[0] * relative + absolute), -1)
         high = finite(self.high + (sizes[1] * relative + absolute), 1)
-        mean = None if self.mean is None else self.mean + self._mean_size() * relative + absolute
+        mean = self.mean
+        if mean is not None:
+            mean += float(self.sum(-1).amax()) / max(self.shape[-1], 1) * relative + absolute
         return Interval(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
-
-    def _mean_size(self) -> float:
-        return float(self.sum(-1).amax()) / self.shape[-1] if self.shape and self.shape[-1] else 0.0
 
     def clipped(self, limit: float) -> Interval:
         """Return the interval for values known to lie within a symmetric limit."""
@@ -163,15 +158,21 @@ def between(shape: tuple[int, ...], low: float, high: float) -> Interval:
 
 def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Interval:
     """Return the interval from -magnitude to +magnitude."""
-    ends = torch.as_tensor(magnitude, dtype=torch.float64)
-    ends = finite(ends, 1)
-    ends = ends.reshape((1,) * (len(shape) - ends.ndim) + tuple(ends.shape))
+    ends = finite(torch.as_tensor(magnitude, dtype=torch.float64), 1)
+    ends = ends[(None,) * (len(shape) - ends.ndim)]
     return Interval(shape, -ends, ends)
 
 
 def unbounded(shape: tuple[int, ...]) -> Interval:
     """Return an interval without bounds."""
     return symmetric(shape, math.inf)
+
+
+def hull(shape: tuple[int, ...], *intervals: Interval) -> Interval:
+    """Return an interval that contains the elements of some values, of which some may have none."""
+    filled = [interval for interval in intervals if 0 not in interval.shape]
+    low = min((float(interval.low.amin()) for interval in filled), default=0.0)
+    return between(shape, low, max((float(interval.high.amax()) for interval in filled), default=0.0))
 
 
 def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -35,7 +35,7 @@ def linear(call: OpCall) -> Interval:
     The norm of a row is at most |W|_F |x| + |b|. The second bound is computed only if no norm of x is known,
     or if the first does not suffice.
     """
-    x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
+    x, weight, bias = call.interval("input"), call.weight("weight"), call.weight("bias", 0.0)
     if weight is None or bias is None or weight.tensor.ndim != 2 or not x.shape:
         return unbounded(call.shape)
     return _affine_rows(call, x, weight, bias)
@@ -49,13 +49,6 @@ def addmm(call: OpCall) -> Interval:
     if weight is None or bias is None or bias.tensor.ndim != 1 or not plain:
         return unbounded(call.shape)
     return _affine_rows(call, x, replace(weight, tensor=weight.tensor.t()), bias)
-
-
-_NO_BIAS = KnownTensor(torch.zeros(()))
-
-
-def _bias(call: OpCall, name: str) -> KnownTensor | None:
-    return call.weight(name) if call.has(name) else _NO_BIAS
 
 
 def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTensor) -> Interval:
@@ -72,10 +65,10 @@ def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTens
     # the bound by ends is sharper if norms are only known from the ends
     known_norm = x.norms.get(len(x.shape) - 1)
     if known_norm is None or (
-        result.peak > call.limit and bool((x.without_norms().norm(-1) <= known_norm).all())
+        result.peak > call.limit and bool((Interval(x.shape, x.low, x.high).norm(-1) <= known_norm).all())
     ):
         result = result.within(_by_ends(call, x, weight, shift, edge))
-    repeated = 1.0 if bias is _NO_BIAS or bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
+    repeated = 1.0 if bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
     length = times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * repeated
     length = length * (1 + summation_error(size + 1))
     mean = float((times(_average(weight, rows), norm) + shift.mean().abs() + edge.mean()).amax())
@@ -142,7 +135,7 @@ def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
         longest = b.norm(-1).amax(-2, keepdim=True)
         row = times(a.sum(-1), longest) * (1 + summation_error(inner))
         if shape[-1] == b.shape[-1]:
-            norms[len(shape) - 1] = row.reshape((1,) * (len(shape) - row.ndim) + tuple(row.shape))
+            norms[len(shape) - 1] = row[(None,) * (len(shape) - row.ndim)]
     return Interval(shape, result.low, result.high, norms)
 
 
@@ -184,7 +177,7 @@ def _has_finite_scores(call: OpCall) -> bool:
 def convolution(call: OpCall) -> Interval:
     """Bound each output channel by the sum over input channels of W+ high + W- low; padding adds zeros."""
     call.ignore("stride", "padding", "dilation")
-    x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
+    x, weight, bias = call.interval("input"), call.weight("weight"), call.weight("bias", 0.0)
     groups = call.arg("groups")
     if weight is None or bias is None or len(x.shape) != weight.tensor.ndim or not x.bounded:
         return unbounded(call.shape)
@@ -251,9 +244,9 @@ def layer_norm(call: OpCall) -> Interval:
     length = math.sqrt(size) * (1 + LOOSE)
     off = _cancellation_error(mean, eps)
     if axes > 1:
-        return _affine(call, length + off, None, axes)
-    row = _Row(length + off * math.sqrt(size), off + min(1.0, summation_error(size) * mean / math.sqrt(eps)))
-    return _affine(call, length + off, row, axes)
+        return _affine(call, length + off, axes)
+    core_mean = off + min(1.0, summation_error(size) * mean / math.sqrt(eps))
+    return _affine(call, length + off, axes, length + off * math.sqrt(size), core_mean)
 
 
 @transfer("rms_norm")
@@ -265,7 +258,7 @@ def rms_norm(call: OpCall) -> Interval:
     if (eps is not None and eps < FLOAT32.min_normal) or not size:  # a row of zeros is NaN
         return unbounded(call.shape)
     length = math.sqrt(size) * (1 + ELEMENTARY + summation_error(size + 4))
-    return _affine(call, length, _Row(length) if axes == 1 else None, axes)
+    return _affine(call, length, axes, length if axes == 1 else None)
 
 
 @transfer("group_norm")
@@ -291,34 +284,36 @@ def _cancellation_error(mean: float, eps: float, roundings: int = 2) -> float:
     return roundings * UNIT_ROUNDOFF * mean / math.sqrt(eps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The bounds of a normalized row: its L2 norm, and the magnitude of its mean."""
+def _affine(
+    call: OpCall, core: float, axes: int, length: float | None = None, core_mean: float | None = None
+) -> Interval:
+    """Bound ``core * weight + bias`` over the last axes, if both are known.
 
-    length: float
-    mean: float | None = None
-
-
-def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
-    """Bound ``core * weight + bias`` over the last axes, if both are known."""
-    weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
+    A normalized row has an L2 norm of at most ``length``, and a mean of at most ``core_mean``.
+    """
+    weight, bias = call.weight("weight", 1.0), call.weight("bias", 0.0)
     if weight is None or bias is None:
         return unbounded(call.shape)
     rank = len(call.shape)
-    leading = (1,) * (rank - axes)
     scale, shift = (
-        k.tensor.double().reshape(leading + tuple(k.tensor.shape)) if k.tensor.ndim else k.tensor.double()
-        for k in (weight, bias)
+        k.tensor.double()[(None,) * (rank - axes if k.tensor.ndim else 0)] for k in (weight, bias)
     )
     widest, reach, edge = _scaled(core, scale, shift, weight, bias)
     low, high = shift - reach - edge, shift + reach + edge
     result = output_interval(call, low, high)
-    if row is None:
+    if length is None:
         return result
     repeated = 1.0 if bias.tensor.ndim else math.sqrt(call.shape[-1])
-    total = float(widest.amax()) * row.length * INNER + float((shift.abs() + edge).norm()) * repeated
+    total = float(widest.amax()) * length * INNER + float((shift.abs() + edge).norm()) * repeated
     norm = torch.full((1,) * rank, total, dtype=torch.float64)
-    mean = None if row.mean is None else _mean(widest, scale, shift, row) + float(edge.amax())
+    if core_mean is None:
+        return replace(result, norms={rank - 1: norm})
+    # the core sums to 0, so only deviations of the scale count
+    size = max(scale.numel(), 1)
+    uneven = float((scale - scale.mean()).square().sum().sqrt()) / size
+    rounded = 2.0**-6 * float(widest.amax()) * length / math.sqrt(size)
+    steady = float(widest.amax()) * core_mean
+    mean = uneven * length + rounded + steady + float(shift.mean().abs()) + float(edge.amax())
     return replace(result, norms={rank - 1: norm}, mean=mean)
 
 
@@ -331,24 +326,8 @@ def _scaled(
     return widest, core * widest * INNER, edge
 
 
-def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _Row) -> float:
-    """Bound |mean(scale * core + shift)|: the core sums to 0, so only deviations of the scale count."""
-    size = max(scale.numel(), 1)
-    uneven = float((scale - scale.mean()).square().sum().sqrt()) / size
-    rounded = 2.0**-6 * float(widest.amax()) * row.length / math.sqrt(size)
-    steady = float(widest.amax()) * (row.mean or 0.0)
-    return uneven * row.length + rounded + steady + float(shift.mean().abs())
-
-
-def _known(call: OpCall, name: str, default: float) -> KnownTensor | None:
-    """Return a weight's value, or ``default`` if the op has no such weight."""
-    if not call.has(name):
-        return KnownTensor(torch.tensor(default))
-    return call.weight(name)
-
-
 def _per_channel(call: OpCall, core: float) -> Interval:
-    weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
+    weight, bias = call.weight("weight", 1.0), call.weight("bias", 0.0)
     if weight is None or bias is None:
         return unbounded(call.shape)
     shape = (1, -1) + (1,) * (len(call.shape) - 2)
@@ -378,7 +357,7 @@ def batch_norm(call: OpCall) -> Interval:
 def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
     shape = call.shape
     names = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
-    statistics = [k for name, default in names.items() if (k := _known(call, name, default)) is not None]
+    statistics = [k for name, default in names.items() if (k := call.weight(name, default)) is not None]
     if len(statistics) < len(names) or not call.has("running_mean") or not call.has("running_var"):
         return unbounded(shape)
     ends = (1, -1) + (1,) * (len(shape) - 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.stored import rounding
-from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, summation_error, transfer
+from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, output_interval, summation_error, transfer
 from ampaudit.core.formats import FLOAT32
 from ampaudit.trace.values import sizes_of
 
@@ -33,12 +32,10 @@ class _Rows:
 
     def result(self, low: torch.Tensor, high: torch.Tensor) -> Interval:
         """Return the interval of the output from ends that keep the reduced axes."""
-        return Interval(self.shape, self._fit(low), self._fit(high))
-
-    def _fit(self, ends: torch.Tensor) -> torch.Tensor:
-        if ends.ndim == len(self.shape):
-            return ends
-        return ends.reshape([size for axis, size in enumerate(ends.shape) if axis not in self.axes])
+        if low.ndim != len(self.shape):
+            sizes = [size for axis, size in enumerate(low.shape) if axis not in self.axes]
+            low, high = low.reshape(sizes), high.reshape(sizes)
+        return Interval(self.shape, low, high)
 
 
 def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
@@ -92,39 +89,17 @@ def mean(call: OpCall) -> Interval:
     return _signed(x, rows.result(low - off, high + off))
 
 
-@transfer("amax", "max", exact=True)
-def largest(call: OpCall) -> Interval:
-    """Return the largest of the lower ends, and of the upper ends."""
-    return _extremes(call, call.shape, torch.amax)
+@transfer("amax", "max", "amin", "min", exact=True)
+def extreme(call: OpCall) -> Interval:
+    """Return the largest, or smallest, of the lower ends, and of the upper ends."""
+    rows, choose = _rows(call), torch.amax if "max" in call.name else torch.amin
+    return rows.result(*(choose(ends, rows.axes, keepdim=True) for ends in (rows.x.low, rows.x.high)))
 
 
-@transfer("amin", "min", exact=True)
-def smallest(call: OpCall) -> Interval:
-    """Return the smallest of the lower ends, and of the upper ends."""
-    return _extremes(call, call.shape, torch.amin)
-
-
-def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Tensor]) -> Interval:
-    rows = _rows(call, shape)
-    low, high = (pick(ends, rows.axes, keepdim=True) for ends in (rows.x.low, rows.x.high))
-    return rows.result(low, high)
-
-
-@transfer("max.dim")
-def largest_and_index(call: OpCall) -> list[Interval]:
-    """Bound the largest element along an axis, and its position."""
-    return [_extremes(call, call.shapes[0], torch.amax), _index(call)]
-
-
-@transfer("min.dim")
-def smallest_and_index(call: OpCall) -> list[Interval]:
-    """Bound the smallest element along an axis, and its position."""
-    return [_extremes(call, call.shapes[0], torch.amin), _index(call)]
-
-
-def _index(call: OpCall) -> Interval:
-    rows = _rows(call, call.shapes[1])
-    return between(rows.shape, 0.0, float(max(rows.terms - 1, 0)))
+@transfer("max.dim", "min.dim")
+def extreme_and_index(call: OpCall) -> list[Interval]:
+    """Bound the largest or smallest element along an axis, and its position."""
+    return [extreme(call), between(call.shapes[1], 0.0, float(max(_rows(call).terms - 1, 0)))]
 
 
 @transfer("argmax", "argmin", integers=True)
@@ -161,34 +136,20 @@ def running_sum(call: OpCall) -> Interval:
     zero = torch.zeros((), dtype=torch.float64)
     low = zero if bool((x.low >= 0).all()) else -reach
     high = zero if bool((x.high <= 0).all()) else reach
-    wide = torch.broadcast_tensors(low, high)
-    ends = (1,) * (len(call.shape) - wide[0].ndim)
-    return Interval(call.shape, *(end.reshape(ends + tuple(end.shape)) for end in wide))
+    return output_interval(call, *torch.broadcast_tensors(low, high))
 
 
-@transfer("linalg_vector_norm")
-def vector_norm(call: OpCall) -> Interval:
-    """Bound the L2 norm along an axis by 0 and the root of the summed squares."""
-    if call.number("ord") != 2:
-        return unbounded(call.shape)
-    return _length(call)
-
-
-@transfer("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
+@transfer("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
 def norm(call: OpCall) -> Interval:
-    """Bound the same norm under its older name."""
-    if call.arg("p") not in (2, 2.0, None):
+    """Bound the L2 norm along an axis by 0 and the root of the summed squares."""
+    if call.arg("ord" if "ord" in call.arguments else "p") not in (2, None):
         return unbounded(call.shape)
-    return _length(call)
-
-
-def _length(call: OpCall) -> Interval:
     rows = _rows(call)
     if len(rows.axes) == 1:
-        reach = rows.x.norm(rows.axes[0]) * (1 + summation_error(rows.terms))
+        reach = rows.x.norm(rows.axes[0])
     else:
         reach = torch.full((1,) * len(rows.x.shape), rows.x.peak * math.sqrt(rows.terms), dtype=torch.float64)
-        reach = reach * (1 + summation_error(rows.terms))
+    reach = reach * (1 + summation_error(rows.terms))
     if not bool((reach < MAX_ROOT).all()):
         return unbounded(call.shape)
     return rows.result(reach * 0, reach)
@@ -213,10 +174,8 @@ def variance_and_mean(call: OpCall) -> list[Interval]:
 
 def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     rows = _rows(call, shape)
-    if "correction" in call.arguments:
-        correction = call.number("correction") if call.has("correction") else 1.0
-    else:
-        correction = float(bool(call.arg("unbiased")))
+    named = "correction" in call.arguments
+    correction = call.number("correction") if named else float(bool(call.arg("unbiased")))
     freedom = rows.terms - (1.0 if correction is None else correction)
     if freedom <= 0 or rows.x.peak * math.sqrt(rows.terms) >= MAX_ROOT:
         return unbounded(shape)
@@ -226,13 +185,9 @@ def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     return between(shape, 0.0, reach if root else reach * reach)
 
 
-_MAX_POOLS = [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
-_WITH_INDICES = [f"max_pool{n}d_with_indices" for n in (2, 3)]
-
-
-def _per_channel(call: OpCall, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _per_channel(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     x = call.interval("self")
-    batched = len(x.shape) == dimensions + 2
+    batched = len(x.shape) == _dimensions(call) + 2
     others = [axis for axis in range(len(x.shape)) if axis != 1 or not batched]
     return x.low.amin(others, keepdim=True), x.high.amax(others, keepdim=True)
 
@@ -257,22 +212,18 @@ def max_pool(call: OpCall) -> Interval:
     """Bound elements of the input; none is replaced by padding."""
     if _may_miss_input(call):
         return unbounded(call.shape)
-    return Interval(call.shape, *_per_channel(call, _dimensions(call)))
+    return Interval(call.shape, *_per_channel(call))
 
 
-@transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
+@transfer(*(name for n in (1, 2, 3) for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d")))
 def max_pool_with_indices(call: OpCall) -> list[Interval]:
     """Bound elements of the input, and their positions within a channel."""
     call.ignore("output_size")
     if _may_miss_input(call):
         return [unbounded(shape) for shape in call.shapes]
-    dimensions = _dimensions(call)
     values, indices = call.shapes
-    positions = math.prod(call.arg("self").meta["val"].shape[-dimensions:])
-    return [
-        Interval(values, *_per_channel(call, dimensions)),
-        between(indices, 0.0, float(max(positions - 1, 0))),
-    ]
+    positions = math.prod(call.arg("self").meta["val"].shape[-_dimensions(call) :])
+    return [Interval(values, *_per_channel(call)), between(indices, 0.0, float(max(positions - 1, 0)))]
 
 
 _MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
@@ -282,7 +233,7 @@ _MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 
 def mean_pool(call: OpCall) -> Interval:
     """Bound means of elements, and of the zeros of padding where they count."""
     call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
-    low, high = _per_channel(call, _dimensions(call))
+    low, high = _per_channel(call)
     x = call.interval("self")
     spatial = call.arg("self").meta["val"].shape[-_dimensions(call) :]
     window = call.arg("kernel_size") if "kernel_size" in call.arguments else spatial

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds.interval import Axes, Interval, between, from_tensor, unbounded
+from ampaudit.bounds.interval import Axes, Interval, between, hull, unbounded
 from ampaudit.bounds.stored import stored
 from ampaudit.bounds.transfers import OpCall, transfer
 from ampaudit.trace.functional import OnCopy, functionalized, overload_of, writes_in_place
@@ -42,16 +43,11 @@ def _swapped(x: Interval, first: int, second: int) -> Interval:
     return _permuted(x, order)
 
 
-@transfer("transpose.int", "swapdims", moves=True)
+@transfer("transpose.int", "swapdims", "swapaxes", moves=True)
 def transpose(call: OpCall) -> Interval:
     """Swap two axes."""
-    return _swapped(call.interval("self"), int(call.arg("dim0")), int(call.arg("dim1")))
-
-
-@transfer("swapaxes", moves=True)
-def swap_axes(call: OpCall) -> Interval:
-    """Swap two axes."""
-    return _swapped(call.interval("self"), int(call.arg("axis0")), int(call.arg("axis1")))
+    name = "axis" if call.name == "swapaxes" else "dim"
+    return _swapped(call.interval("self"), int(call.arg(f"{name}0")), int(call.arg(f"{name}1")))
 
 
 @transfer("t", "mT", moves=True)
@@ -146,14 +142,12 @@ def expand(call: OpCall) -> Interval:
     call.ignore("size", "implicit", "other")
     x, shape = call.interval("self"), call.shape
     shift = len(shape) - len(x.shape)
-
-    def fit(ends: torch.Tensor) -> torch.Tensor:
-        return ends.reshape((1,) * shift + tuple(ends.shape))
-
-    same = {axis for axis in range(len(x.shape)) if x.shape[axis] == shape[axis + shift]}
-    norms = {axis + shift: fit(norm) for axis, norm in x.norms.items() if axis in same}
-    sums = {axis + shift: fit(norm) for axis, norm in x.sums.items() if axis in same}
-    return Interval(shape, fit(x.low), fit(x.high), norms, sums)
+    new = (None,) * shift
+    norms, sums = (
+        {a + shift: n[new] for a, n in axes.items() if x.shape[a] == shape[a + shift]}
+        for axes in (x.norms, x.sums)
+    )
+    return Interval(shape, x.low[new], x.high[new], norms, sums)
 
 
 _COPIES = "contiguous clone detach alias lift_fresh_copy positive lift_fresh detach_copy"
@@ -170,12 +164,10 @@ def slice_along(call: OpCall) -> Interval:
     """Bound a part of an axis by the ends over that axis; a norm along it stays a bound."""
     call.ignore("start", "end", "step", "length")
     x, axis = call.interval("self"), int(call.arg("dim"))
-    shape = call.shape
-    if x.shape == shape:
+    if x.shape == call.shape:
         return x
-    low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
     norms, sums = ({a: n.amax(axis, keepdim=True) for a, n in axes.items()} for axes in (x.norms, x.sums))
-    return Interval(shape, low, high, norms, sums)
+    return replace(x.over(axis), shape=call.shape, norms=norms, sums=sums)
 
 
 @transfer("select.int", moves=True)
@@ -228,20 +220,14 @@ def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
 def split_at(call: OpCall) -> list[Interval]:
     """Bound parts of an axis that may overlap by the ends over that axis."""
     call.ignore("indices")
-    x, axis = call.interval("self"), int(call.arg("dim"))
-    low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
-    return [Interval(shape, low, high) for shape in call.shapes]
+    whole = call.interval("self").over(int(call.arg("dim")))
+    return [replace(whole, shape=shape) for shape in call.shapes]
 
 
 def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the memory that ops of a graph write to.
+    """Return memory that in-place ops write to, or did before copies replaced them, and other written memory.
 
-    Args:
-        graph: A graph with in-place ops, or with copies in their place.
-        memory: Memory of its values.
-
-    Returns:
-        Memory that in-place ops write to, and memory written in other ways (``out=``, statistics of a norm).
+    The latter is written by ``out=``, or as statistics of a norm.
     """
     in_place: set[int] = set()
     hidden: set[int] = set()
@@ -327,7 +313,7 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 def gather(call: OpCall) -> Interval:
     """Bound any selection of elements by the ends of all elements."""
     call.ignore(*_SELECTING_ARGUMENTS.split())
-    return _everywhere(call, call.interval("input" if "input" in call.arguments else "self"))
+    return hull(call.shape, call.interval("input" if "input" in call.arguments else "self"))
 
 
 @transfer("tril", "triu", exact=True)
@@ -338,73 +324,37 @@ def triangle(call: OpCall) -> Interval:
     return Interval(call.shape, x.low.clamp(max=0.0), x.high.clamp(min=0.0))
 
 
-@transfer("constant_pad_nd", exact=True)
-def constant_pad(call: OpCall) -> Interval:
-    """Return the union of the input's elements and the fill value."""
-    call.ignore("pad")
-    return _padded(call, call.interval("value"))
-
-
-@transfer("pad", exact=True)
+@transfer("constant_pad_nd", "pad", exact=True)
 def pad(call: OpCall) -> Interval:
     """Return the union of the input's elements and, in constant mode, the fill value."""
     call.ignore("pad")
-    fill = None
-    if call.arg("mode") == "constant":
-        fill = (
-            call.interval("value") if call.has("value") else from_tensor(torch.zeros((), dtype=torch.float64))
-        )
-    return _padded(call, fill)
-
-
-def _padded(call: OpCall, fill: Interval | None) -> Interval:
     x = call.interval("self")
-    low, high = float(x.low.amin()), float(x.high.amax())
-    if fill is not None:
-        low, high = min(low, float(fill.low)), max(high, float(fill.high))
-    return between(call.shape, low, high)
+    if call.name == "pad" and call.arg("mode") != "constant":
+        return hull(call.shape, x)
+    return hull(call.shape, x, call.interval("value") if call.has("value") else between((), 0.0, 0.0))
 
 
 @transfer("cat", "concat", "concatenate", "stack", "hstack", "vstack", exact=True, empty=True)
 def concat(call: OpCall) -> Interval:
     """Return the union of all inputs."""
     call.ignore("dim")
-    intervals = [interval for interval in call.items("tensors") if math.prod(interval.shape)]
-    low = min((float(s.low.amin()) for s in intervals), default=0.0)
-    high = max((float(s.high.amax()) for s in intervals), default=0.0)
-    return between(call.shape, low, high)
+    return hull(call.shape, *call.items("tensors"))
 
 
-@transfer("zeros", "zeros_like", "new_zeros", "zero", exact=True)
-def zeros(call: OpCall) -> Interval:
-    """Bound a tensor of zeros."""
+@transfer("zeros", "zeros_like", "new_zeros", "zero", "ones", "ones_like", "new_ones", exact=True)
+def zeros_or_ones(call: OpCall) -> Interval:
+    """Bound a tensor of zeros, or of ones."""
     call.ignore("size", "dtype", "self")
-    return between(call.shape, 0.0, 0.0)
+    number = 1.0 if "ones" in call.name else 0.0
+    return between(call.shape, number, number)
 
 
-@transfer("ones", "ones_like", "new_ones", exact=True)
-def ones(call: OpCall) -> Interval:
-    """Bound a tensor of ones."""
-    call.ignore("size", "dtype", "self")
-    return between(call.shape, 1.0, 1.0)
-
-
-@transfer("full", "full_like", "new_full", "fill.Scalar", "fill.Tensor", exact=True)
+@transfer("full", "full_like", "new_full", "fill.Scalar", "fill.Tensor", "scalar_tensor", exact=True)
 def full(call: OpCall) -> Interval:
     """Bound a tensor of one number."""
     call.ignore("size", "dtype", "self")
-    return _everywhere(call, call.interval("value" if "value" in call.arguments else "fill_value"))
-
-
-@transfer("scalar_tensor", exact=True)
-def scalar_tensor(call: OpCall) -> Interval:
-    """Bound a tensor that holds a Python number."""
-    call.ignore("dtype")
-    return _everywhere(call, call.interval("s"))
-
-
-def _everywhere(call: OpCall, x: Interval) -> Interval:
-    return between(call.shape, float(x.low.amin()), float(x.high.amax()))
+    name = next(name for name in ("value", "fill_value", "s") if name in call.arguments)
+    return hull(call.shape, call.interval(name))
 
 
 @transfer("arange", "arange.start", "arange.start_step", integers=True)
@@ -423,4 +373,4 @@ def arange(call: OpCall) -> Interval:
 def copy(call: OpCall) -> Interval:
     """Bound by the source's values, which are broadcast."""
     call.ignore("self")
-    return _everywhere(call, call.interval("src"))
+    return hull(call.shape, call.interval("src"))

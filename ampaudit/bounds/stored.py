@@ -112,7 +112,7 @@ def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> In
 def can_represent(dtype: torch.dtype, source: torch.dtype | None) -> bool:
     """Return whether every value of one dtype can be represented in another."""
     form, other = format_of(dtype), format_of(source)
-    if source is torch.bool:
+    if source in (dtype, torch.bool):
         return True
     if form is None or other is None:
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -154,9 +154,11 @@ class OpCall:
         nodes = [item for item in self.arg(name) if isinstance(item, fx.Node)]
         return [converted(self.intervals[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
 
-    def weight(self, name: str) -> KnownTensor | None:
-        """Return the value of an argument, if it is a known weight or constant."""
+    def weight(self, name: str, default: float | None = None) -> KnownTensor | None:
+        """Return the value of an argument, if it is a known weight or constant, or the default without it."""
         value = self.arg(name)
+        if value is None and default is not None:
+            return KnownTensor(torch.tensor(default))
         weight = self.known.get(value) if isinstance(value, fx.Node) else None
         if weight is None or not weight.tensor.is_floating_point():
             return None
@@ -198,6 +200,7 @@ def arguments_of(op: OpOverload, node: fx.Node) -> dict[str, Any]:
 
 
 Transfer = Callable[[OpCall], "Interval | list[Interval]"]
+Function = TypeVar("Function", bound=Transfer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ TRANSFERS: dict[OpOverload, RegisteredTransfer] = {}
 
 def transfer(
     *ops: str, integers: bool = False, exact: bool = False, moves: bool = False, empty: bool = False
-) -> Callable[[Transfer], Transfer]:
+) -> Callable[[Function], Function]:
     """Register a function for ATen overloads such as ``add.Tensor``, and for their in-place forms.
 
     Raises:
@@ -232,7 +235,7 @@ def transfer(
         AttributeError: There is no such overload.
     """
 
-    def register(function: Transfer) -> Transfer:
+    def register(function: Function) -> Function:
         exactly_same = exact or moves
         entry = RegisteredTransfer(function, integers or exactly_same, exactly_same, moves, empty)
         for op in ops:
@@ -264,10 +267,5 @@ def output_interval(
     call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None
 ) -> Interval:
     """Return the interval of an op's output from ends that broadcast to it."""
-    shape = call.shape
-    rank = len(shape)
-
-    def fit(ends: torch.Tensor) -> torch.Tensor:
-        return ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape))
-
-    return Interval(shape, finite(fit(low), -1), finite(fit(high), 1), dict(norms or {}))
+    low, high = (ends[(None,) * (len(call.shape) - ends.ndim)] for ends in (low, high))
+    return Interval(call.shape, finite(low, -1), finite(high, 1), dict(norms or {}))
