@@ -21,7 +21,7 @@ from torch import nn
 
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import load_policy
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.path.recorder import PathTracing
 from benchmarks.options import parser
 
@@ -68,7 +68,9 @@ def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, floa
     setting = (load_policy("half"), load_policy("torch-cuda"), low_precision_format("float16"))
 
     def traced(model: nn.Module, path: PathTracing) -> None:
-        assert (trace(model, (x,), {}, *setting, seed=0, path=path).path is None) is (path is PathTracing.OFF)
+        assert (trace(model, (x,), {}, TraceConfig(*setting, seed=0, path=path)).path is None) is (
+            path is PathTracing.OFF
+        )
 
     with torch.no_grad():
         forward = seconds(lambda: asking(x), repeats)

@@ -24,7 +24,7 @@ from ampaudit.bounds import bound
 from ampaudit.bounds.analysis import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.trace import Role, trace
+from ampaudit.trace import Role, TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
@@ -47,7 +47,7 @@ def encoder(layers: int, attention: str, smoke: bool) -> tuple[torch.nn.Module, 
 def measured(layers: int, attention: str, policy: str, repeats: int, smoke: bool) -> dict[str, Any]:
     model, inputs = encoder(layers, attention, smoke)
     rules, author = load_policy(policy), load_policy("torch-cuda")
-    traced = trace(model, (), inputs, rules, author, FLOAT16)
+    traced = trace(model, (), inputs, TraceConfig(rules, author, FLOAT16))
     domain = assumptions(traced, [tensor_leaves((), inputs)], [])
     forwards, passes = [], []
     for _ in range(repeats):
@@ -78,7 +78,7 @@ def attacked(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]
     model, _ = encoder(layers, "eager", smoke)
     ids = torch.randint(0, 30_000, (1, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    traced = trace(model, (), inputs, load_policy("half"), load_policy("torch-cuda"), FLOAT16)
+    traced = trace(model, (), inputs, TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16))
     leaves = tensor_leaves((), inputs)
     domain = assumptions(traced, [leaves], [])
     table = bound(traced, domain, FLOAT16)

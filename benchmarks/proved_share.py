@@ -24,7 +24,7 @@ from ampaudit.bounds import bound
 from ampaudit.bounds.analysis import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.entry import tensor_leaves
 from benchmarks.options import parser
 from tests.support.zoo import ZOO, ZooModel
@@ -69,7 +69,7 @@ def measured(name: str, size: str, policy: str, repeats: int) -> dict[str, Any]:
     traces, passes = [], []
     for _ in range(repeats):
         started = time.perf_counter()
-        traced = trace(zoo.model.eval(), (), zoo.kwargs, rules, author, FLOAT16)
+        traced = trace(zoo.model.eval(), (), zoo.kwargs, TraceConfig(rules, author, FLOAT16))
         traces.append(time.perf_counter() - started)
         domain = assumptions(traced, [tensor_leaves((), zoo.kwargs)], [])
         started = time.perf_counter()

@@ -55,13 +55,15 @@ def test_the_sentence_model_keeps_its_meaning() -> None:
 
     from ampaudit.core.formats import FLOAT16
     from ampaudit.policy import load_policy
-    from ampaudit.trace import trace
+    from ampaudit.trace import TraceConfig, trace
     from ampaudit.trace.converted import attach_weights
 
     source = open_source(str(EXAMPLES / "sentence_encoder.py"), SourceConfig())
     batch = source.batches[0]
     rules = load_policy("torch-cuda")
-    converted = attach_weights(trace(source.model, batch.args, batch.kwargs, rules, rules, FLOAT16))
+    converted = attach_weights(
+        trace(source.model, batch.args, batch.kwargs, TraceConfig(rules, rules, FLOAT16))
+    )
     with torch.no_grad():
         low = converted.graph_module()(*converted.arguments(list(batch.kwargs.values())))[0].float()
         full = source.model(**batch.kwargs).last_hidden_state

@@ -34,7 +34,7 @@ from ampaudit.run.segments import Segment, cut_program
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.graph import Role, Site, TracedModel
 from ampaudit.trace.isolation import preserved
@@ -116,8 +116,8 @@ def trace_under(
         batches = ("1 batch" if count == 1 else f"{count} batches") + of_made_up(source.inputs)
         notes = (f"{promoted} promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
-    more: dict[str, Any] = {"seed": seed, "path": PathTracing.FALLBACK}
-    return trace(source.model, batch.args, batch.kwargs, rules, author, form, measurements, **more), notes
+    config = TraceConfig(rules, author, form, measurements, seed=seed, path=PathTracing.FALLBACK)
+    return trace(source.model, batch.args, batch.kwargs, config), notes
 
 
 def _plan(traced: TracedModel, model: str, weights: PlannedWeights, notes: tuple[str, ...]) -> PlanReport:

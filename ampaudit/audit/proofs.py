@@ -33,7 +33,7 @@ from ampaudit.run.program import Program, Step, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import save_inputs, with_tensors
-from ampaudit.trace import Role, Site, TracedModel, trace
+from ampaudit.trace import Role, Site, TraceConfig, TracedModel, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
@@ -124,7 +124,9 @@ def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
     shapes: dict[object, Batch] = {}
     for batch in source.batches:
         shapes.setdefault(input_signature(batch.args, batch.kwargs), batch)
-    traces = [trace(source.model, b.args, b.kwargs, *setting, seed=plan.seed) for b in shapes.values()]
+    traces = [
+        trace(source.model, b.args, b.kwargs, TraceConfig(*setting, seed=plan.seed)) for b in shapes.values()
+    ]
     if rules.measured:
         note = "rules about measured values were not applied: nothing was run"
         traces[0] = replace(traces[0], notes=(*traces[0].notes, note))

@@ -26,7 +26,7 @@ from ampaudit.policy import load_policy
 from ampaudit.report.conversion import ProgramShapes
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import with_tensors
-from ampaudit.trace import Role, TracedModel, trace
+from ampaudit.trace import Role, TraceConfig, TracedModel, trace
 from ampaudit.trace.capture import Dimensions
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import named_inputs, tensor_leaves
@@ -242,12 +242,14 @@ def retraced(
         source.model,
         batch.args,
         batch.kwargs,
-        audited.rules,
-        load_policy("torch-cuda"),
-        low_precision_format(config.dtype),
-        seed=config.seed,
-        planned={site.id: site.decision for site in before.sites},
-        dynamic=dimensions,
+        TraceConfig(
+            audited.rules,
+            load_policy("torch-cuda"),
+            low_precision_format(config.dtype),
+            seed=config.seed,
+            planned={site.id: site.decision for site in before.sites},
+            dynamic=dimensions,
+        ),
     )
     ours, theirs = _computed(before), _computed(traced)
     other = next((site for site in {**theirs, **ours} if ours.get(site) != theirs.get(site)), None)

@@ -21,7 +21,7 @@ from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
 from ampaudit.run.record import OutputDifference, RunRecord
 from ampaudit.source.interface import Batch
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import CodeDifference, Release, first_difference
 from ampaudit.trace.entry import flatten_outputs, restored
@@ -157,14 +157,16 @@ class Fp32Check:
                     model,
                     batch.args,
                     batch.kwargs,
-                    uncast,
-                    uncast,
-                    config.number_format,
-                    edits=config.edits,
-                    differentiated=config.trains,
-                    seed=config.seed + number,
-                    trace_backward=config.trains,
-                    path=PathTracing.OFF if traced.path is None else PathTracing.ON,
+                    TraceConfig(
+                        uncast,
+                        uncast,
+                        config.number_format,
+                        edits=config.edits,
+                        differentiated=config.trains,
+                        seed=config.seed + number,
+                        follow_backward=config.trains or None,
+                        path=PathTracing.OFF if traced.path is None else PathTracing.ON,
+                    ),
                 )
             except AuditError:
                 self._record.code.untraced = True

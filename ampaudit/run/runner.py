@@ -26,7 +26,7 @@ from ampaudit.run.program import Program, Step, compile_program, widened_tensor
 from ampaudit.run.propagation import FaultPropagation, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
-from ampaudit.trace import Site, trace
+from ampaudit.trace import Site, TraceConfig, trace
 from ampaudit.trace.converted import ConvertedModel, Release, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
@@ -538,17 +538,19 @@ class ExecutorCache:
             self.model,
             batch.args,
             batch.kwargs,
-            rules,
-            author_rules,
-            config.number_format,
-            measured=config.measured,
-            edits=config.edits,
-            differentiated=config.trains,
-            seed=config.seed + number,
-            trace_backward=config.trains,
-            path=self._path,
-            known=sites,
-            values=GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}),
+            TraceConfig(
+                rules,
+                author_rules,
+                config.number_format,
+                measured=config.measured,
+                edits=config.edits,
+                differentiated=config.trains,
+                seed=config.seed + number,
+                follow_backward=config.trains or None,
+                path=self._path,
+                known=sites,
+                values=GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}),
+            ),
         )
         if traced.path is not None:
             self._path = PathTracing.ON  # skip the general trace from now on

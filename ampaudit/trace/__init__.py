@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ampaudit.trace.capture import TraceConfig
 from ampaudit.trace.graph import Role, Site, TracedModel
 from ampaudit.trace.tracing import trace
 
-__all__ = ["Role", "Site", "TracedModel", "trace"]
+__all__ = ["Role", "Site", "TraceConfig", "TracedModel", "trace"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +11,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ampaudit.core.errors import InputError, SourceError
-from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.untrusted import describe
-from ampaudit.policy import Decision, Measurement, RuleSet, plain_fp32
+from ampaudit.policy import plain_fp32
 from ampaudit.policy.decide import PlanSite, plan_graph
 from ampaudit.trace.backward.tracer import separate_backwards
-from ampaudit.trace.capture import Dimensions, TraceConfig, capture
+from ampaudit.trace.capture import TraceConfig, capture
 from ampaudit.trace.entry import layer_path, named_inputs, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.graph import Site, Slot, TracedModel
+from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.internals import FakeTensor
-from ampaudit.trace.op_calls import Edit
-from ampaudit.trace.path.recorder import GivenValues, PathTracing
+from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.values import float_value
 
@@ -37,68 +34,22 @@ _TRACED = (FakeTensor, DTensor)
 
 
 def trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rules: RuleSet,
-    author_rules: RuleSet,
-    number_format: NumberFormat,
-    measured: Mapping[SiteId, Measurement] | None = None,
-    edits: Mapping[SiteId, Edit] | None = None,
-    differentiated: bool = False,
-    seed: int | None = None,
-    trace_backward: bool = False,
-    planned: Mapping[SiteId, Decision] | None = None,
-    dynamic: Dimensions | None = None,
-    path: PathTracing = PathTracing.OFF,
-    known: Sequence[Site] = (),
-    values: GivenValues | None = None,
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: TraceConfig
 ) -> TracedModel:
     """Trace a model on inputs like these, with the policy's casts in the graph.
 
     A policy of level *calls* acts while the model's code runs. One of level *graph* acts as converters do:
     the model is traced in FP32, so that its code never sees a 16-bit tensor, decisions are made on that graph
-    as a whole, and the graph is replayed under them.
-
-    Args:
-        model: The model in the mode (train or eval) to audit; not changed.
-        args: Positional inputs; only shapes and dtypes of tensors matter, unless a path is followed.
-        kwargs: Keyword inputs.
-        rules: The policy.
-        author_rules: Rules inside an autocast region of the model's code (those of CUDA autocast).
-        number_format: The 16-bit format of the run.
-        measured: Measurements of a run, by site, for rules that need evidence.
-        edits: Ops to rewrite, by site.
-        differentiated: Whether gradients of the graph will be computed.
-        seed: Seed of the random numbers that the model's code draws; ``None`` to continue the generators.
-        trace_backward: Whether to trace custom backwards as well; the model must return its loss.
-        planned: Decisions of another trace of the model, by site, which also apply here.
-        dynamic: Axes of each input tensor that may vary.
-        path: Whether to follow the path that these inputs take; values of inputs and weights matter then.
-        known: Sites of the paths that other inputs take.
-        values: FP32 values that decide the path; ``None`` for the inputs and the model as they are.
+    as a whole, and the graph is replayed under them. The model is in the mode (train or eval) to audit, and
+    is not changed. Only shapes and dtypes of the inputs matter, unless a path is followed.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
         SourceError: The model itself fails, or cannot be traced by design.
         InputError: An input cannot be traced by design.
     """
-    refuse_unsupported(model, args, kwargs, packed=path is PathTracing.OFF)
-    config = TraceConfig(
-        rules,
-        author_rules,
-        number_format,
-        measured or {},
-        edits=edits or {},
-        differentiated=differentiated,
-        seed=seed,
-        follow_backward=True if trace_backward else None,
-        planned=planned or {},
-        dynamic=dynamic,
-        path=path,
-        known=known,
-        values=values,
-    )
+    rules = config.rules
+    refuse_unsupported(model, args, kwargs, packed=config.path is PathTracing.OFF)
     if rules.file.level == "calls":
         return separate_backwards(capture(model, args, kwargs, config))
     uncast = plain_fp32(whole=rules.op_names)
@@ -142,7 +93,8 @@ def _plan_sites(traced: TracedModel) -> list[PlanSite]:
     sites: list[PlanSite] = []
     by_node = traced.site_of_node
     for node in traced.graph.nodes:
-        sources = {index[n] for n in node.all_input_nodes if n in index and _is_float(n)}
+        floats = (n for n in node.all_input_nodes if float_value(n.meta.get("val")) is not None)
+        sources = {index[n] for n in floats if n in index}
         site = by_node.get(node.name)
         if site is not None and site.facts is not None:
             index[node] = len(sites)
@@ -150,10 +102,6 @@ def _plan_sites(traced: TracedModel) -> list[PlanSite]:
         elif len(sources) == 1:
             index[node] = sources.pop()  # a cast, or one item of a result
     return sites
-
-
-def _is_float(node: fx.Node) -> bool:
-    return float_value(node.meta.get("val")) is not None
 
 
 class Fp32Replay(nn.Module):
@@ -187,11 +135,7 @@ def refuse_unsupported(
 ) -> None:
     """Raise for models and inputs that torch.export cannot trace, naming the layer or the input.
 
-    Args:
-        model: The model.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        packed: Whether to refuse packed sequences, which only a trace along one path follows.
+    Without ``packed``, packed sequences pass: a trace along one path follows them.
 
     Raises:
         SourceError: The model is TorchScript, quantized, without values, or has special tensors.

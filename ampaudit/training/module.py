@@ -21,7 +21,7 @@ from ampaudit.run.audit import RunConfig, measure
 from ampaudit.run.backends import rounded
 from ampaudit.run.program import differentiable
 from ampaudit.source import Batch
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.backward.tracer import CHECKPOINT
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
@@ -158,7 +158,7 @@ class MixedModule(ModelProxy):
             self._ampaudit_measured = self._measure(args, kwargs)
         measured = self._ampaudit_measured
         gradients = torch.is_grad_enabled()
-        traced = trace(model, args, kwargs, *setting, measured, differentiated=gradients)
+        traced = trace(model, args, kwargs, TraceConfig(*setting, measured or {}, differentiated=gradients))
         if traced.changes and model is not self.original:
             raise UsageError(
                 f"forward changes {traced.changes[0].name}, and parameters are spread over processes",

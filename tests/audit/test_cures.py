@@ -22,7 +22,7 @@ from ampaudit.report.finding import Finding, Trial
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from tests.support.cures.case import Case
 from tests.support.cures.table import CASES
@@ -87,9 +87,9 @@ class Native:
                 self.source.model,
                 batch.args,
                 batch.kwargs,
-                load_policy(self.policy),
-                load_policy("torch-cuda"),
-                low_precision_format(self.dtype),
+                TraceConfig(
+                    load_policy(self.policy), load_policy("torch-cuda"), low_precision_format(self.dtype)
+                ),
             )
             converted = attach_weights(made)
             deployed = fold_casts(converted, "inference")

@@ -20,7 +20,7 @@ from ampaudit.policy import load_policy
 from ampaudit.report.model import Report
 from ampaudit.run.weights import weight_ranges
 from ampaudit.source.open import open_source
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from tests.support.planted import WIDTH
 
@@ -190,7 +190,10 @@ def test_weights_are_counted_exactly(dtype: str, numbers: list[float]) -> None:
         model.weight.copy_(torch.tensor([numbers]))
     form = format_named(dtype)
     traced = trace(
-        model, (torch.zeros(1, len(numbers)),), {}, load_policy("half"), load_policy("torch-cuda"), form
+        model,
+        (torch.zeros(1, len(numbers)),),
+        {},
+        TraceConfig(load_policy("half"), load_policy("torch-cuda"), form),
     )
     (seen,) = weight_ranges(attach_weights(traced), {})
     masters = model.weight.flatten().tolist()
@@ -209,6 +212,8 @@ def test_weights_are_counted_over_several_blocks() -> None:
         model.weight.view(-1)[5::100000] = 1e9
         model.weight.view(-1)[7::1000] = 0.0
     form = format_named("float16")
-    traced = trace(model, (torch.zeros(1, 700),), {}, load_policy("half"), load_policy("torch-cuda"), form)
+    traced = trace(
+        model, (torch.zeros(1, 700),), {}, TraceConfig(load_policy("half"), load_policy("torch-cuda"), form)
+    )
     (seen,) = weight_ranges(attach_weights(traced), {})
     assert (seen.nonzero, seen.overflow, seen.vanish, seen.subnormal) == (559440, 6, 560, 0)

@@ -20,7 +20,7 @@ from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
 from ampaudit.audit.advice.residual_stream import Refusal
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.flow import Flow
 from tests.support.wrap import Wrap
 
@@ -99,7 +99,9 @@ class Reshaped(PreNorm):
 
 
 def flow_of(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
-    return Flow(trace(model, args, kwargs, load_policy("half"), load_policy("torch-cuda"), FLOAT16))
+    return Flow(
+        trace(model, args, kwargs, TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16))
+    )
 
 
 def rescaled(

@@ -21,7 +21,7 @@ from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.entry import tensor_leaves
 from tests.support.soundness.check import check
 from tests.support.soundness.inputs import extreme_values
@@ -237,7 +237,9 @@ def traced_case(name: str, policy: str, dtype: str) -> tuple[TracedModel, tuple[
     form = format_named(dtype)
     torch.manual_seed(3)
     model = Call(function).eval()
-    made = trace(model, (torch.zeros(shape),), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    made = trace(
+        model, (torch.zeros(shape),), {}, TraceConfig(load_policy(policy), load_policy("torch-cuda"), form)
+    )
     return made, shape
 
 
@@ -263,7 +265,7 @@ def test_a_convolution_reaches_its_bound(groups: int) -> None:
     torch.manual_seed(0)
     layer, shape = nn.Conv2d(3, 6, 3, groups=groups), (1, 3, 5, 5)
     rules = load_policy("half"), load_policy("torch-cuda")
-    traced = trace(layer, (torch.zeros(shape),), {}, *rules, FLOAT16)
+    traced = trace(layer, (torch.zeros(shape),), {}, TraceConfig(*rules, FLOAT16))
     (found,) = (b for s, b in table_of(traced, shape, -1.0, 1.0, "float16").bounds.items() if "conv" in s)
     assert layer.bias is not None
     reached = float((layer.weight.abs().sum((1, 2, 3)) + layer.bias.abs()).detach().max())
@@ -299,12 +301,7 @@ def test_a_second_transfer_for_an_op_is_refused() -> None:
 def test_an_op_without_a_transfer_is_unbounded_and_counted() -> None:
     model = Call(lambda m, x: torch.special.i0(x) + 1)
     made = trace(
-        model,
-        (torch.zeros(ROWS),),
-        {},
-        load_policy("half"),
-        load_policy("torch-cuda"),
-        FLOAT16,
+        model, (torch.zeros(ROWS),), {}, TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16)
     )
     table = table_of(made, ROWS, -1, 1, "float16")
     assert any("i0" in op for op in table.uncovered)
@@ -314,12 +311,7 @@ def test_an_op_without_a_transfer_is_unbounded_and_counted() -> None:
 def test_most_of_an_encoder_is_proved() -> None:
     zoo = ZOO["bert"]()
     made = trace(
-        zoo.model.eval(),
-        (),
-        zoo.kwargs,
-        load_policy("half"),
-        load_policy("torch-cuda"),
-        FLOAT16,
+        zoo.model.eval(), (), zoo.kwargs, TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16)
     )
     domain = assumptions(made, [tensor_leaves((), zoo.kwargs)], [])
     table = bound(made, domain, FLOAT16)
@@ -339,9 +331,7 @@ def test_the_inside_of_a_norm_has_a_bound_of_its_own(function: str) -> None:
         Call(calls[function]).eval(),
         (torch.zeros(ROWS),),
         {},
-        load_policy("half"),
-        load_policy("torch-cuda"),
-        FLOAT16,
+        TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16),
     )
     table = table_of(made, ROWS, -300.0, 500.0, "float16")
     (inside,) = [b.inside for b in table.bounds.values() if b.inside is not None]
@@ -359,9 +349,7 @@ def test_a_weight_that_overflows_is_not_proved() -> None:
         model,
         (torch.zeros(1, 4),),
         {},
-        load_policy("torch-cuda"),
-        load_policy("torch-cuda"),
-        FLOAT16,
+        TraceConfig(load_policy("torch-cuda"), load_policy("torch-cuda"), FLOAT16),
     )
     table = bound(made, assumptions(made, [[torch.zeros(1, 4)]], []), FLOAT16)
     assert not any("cast(weight)" in site for site in table.proved)
@@ -418,7 +406,9 @@ def test_what_float32_cannot_hold_is_not_proved(name: str) -> None:
     function, x, policy, dtype = EDGES[name]
     form = format_named(dtype)
     torch.manual_seed(3)
-    traced = trace(Call(function).eval(), (x,), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    traced = trace(
+        Call(function).eval(), (x,), {}, TraceConfig(load_policy(policy), load_policy("torch-cuda"), form)
+    )
     domain = assumptions(traced, [[x]], [])
     check(traced, bound(traced, domain, form), [[x]])
 
@@ -432,7 +422,9 @@ def test_a_norm_by_hand_reaches_the_root_of_its_length(dtype: str) -> None:
         return x * torch.rsqrt(squares + 1e-6).to(x.dtype)
 
     rules, form = load_policy("half"), format_named(dtype)
-    made = trace(Call(by_hand).eval(), (torch.zeros(ROWS),), {}, rules, load_policy("torch-cuda"), form)
+    made = trace(
+        Call(by_hand).eval(), (torch.zeros(ROWS),), {}, TraceConfig(rules, load_policy("torch-cuda"), form)
+    )
     table = table_of(made, ROWS, -500.0, 500.0, dtype)
     (peak,) = (bound.peak for site, bound in table.bounds.items() if "/mul" in site)
     assert 8**0.5 <= peak <= 1.03 * 8**0.5  # three roundings of 2^-8
@@ -442,7 +434,7 @@ def test_constants_are_followed_through_several_ops() -> None:
     """A mask that is computed from positions is known: what it leaves out is in no bound."""
     made = trace(
         *(Call(lambda m, x: x * torch.where(torch.arange(8) < 8, 2.0, 1e3)).eval(), (torch.zeros(ROWS),), {}),
-        *(load_policy("half"), load_policy("torch-cuda"), FLOAT16),
+        TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16),
     )
     table = table_of(made, ROWS, -500.0, 500.0, "float16")
     (peak,) = (bound.peak for site, bound in table.bounds.items() if "/mul" in site)

@@ -11,7 +11,7 @@ from ampaudit.export.config import Mode
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel, as_structure, export_program
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from tests.support import zoo
 
@@ -19,7 +19,7 @@ AUTHOR = load_policy("torch-cuda")
 
 
 def traced(model: nn.Module, kwargs: dict[str, torch.Tensor], policy: str, dtype: str) -> TracedModel:
-    return trace(model, (), kwargs, load_policy(policy), AUTHOR, low_precision_format(dtype))
+    return trace(model, (), kwargs, TraceConfig(load_policy(policy), AUTHOR, low_precision_format(dtype)))
 
 
 def outputs(made: TracedModel, kwargs: dict[str, torch.Tensor], mode: Mode) -> dict[str, torch.Tensor]:

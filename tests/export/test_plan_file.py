@@ -16,7 +16,7 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file, policy_names
 from ampaudit.run.audit import RunConfig, measure
 from ampaudit.source import Batch
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from tests.support import zoo
 
 AUTHOR = load_policy("torch-cuda")
@@ -27,7 +27,7 @@ def traced(made: zoo.ZooModel, rules: RuleSet) -> TracedModel:
     if rules.measured:
         plan = RunConfig(rules, AUTHOR, FLOAT16, torch.device("cpu"), reference_only=True)
         seen, _ = measure(made.model, [Batch((), made.kwargs)], plan, silent)
-    return trace(made.model, (), made.kwargs, rules, AUTHOR, FLOAT16, seen)
+    return trace(made.model, (), made.kwargs, TraceConfig(rules, AUTHOR, FLOAT16, seen))
 
 
 def graph_of(model: TracedModel) -> list[tuple[str, str, torch.dtype | None]]:

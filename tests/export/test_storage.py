@@ -14,7 +14,7 @@ from torch import nn
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_file, load_policy
 from ampaudit.policy.schema import Constants
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights, clipped
 from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 
@@ -123,7 +123,7 @@ def test_apex_o2_equals_a_model_made_by_hand() -> None:
     by_hand.norm.float()
     x = torch.randn(2, 3, 8, 8)
     expected = by_hand(x.half()).float()
-    traced = trace(model, (x,), {}, load_policy("apex-o2"), load_policy("torch-cuda"), FLOAT16)
+    traced = trace(model, (x,), {}, TraceConfig(load_policy("apex-o2"), load_policy("torch-cuda"), FLOAT16))
     converted = attach_weights(traced)
     (found,) = converted.graph_module()(*converted.arguments([x]))
     assert found.dtype is torch.float32
@@ -147,7 +147,7 @@ def test_a_run_takes_its_weights_from_the_runs_device(policy: str) -> None:
 
     model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
     converted = attach_weights(
-        trace(model, (x,), {}, load_policy(policy), load_policy("torch-cuda"), FLOAT16)
+        trace(model, (x,), {}, TraceConfig(load_policy(policy), load_policy("torch-cuda"), FLOAT16))
     )
     device = torch.device("cpu")
     executor = LockStep(compile_program(converted.traced, device), converted, Native(), device)

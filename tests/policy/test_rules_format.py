@@ -13,7 +13,7 @@ from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import OpFacts, RuleSet, TargetEnvironment, load_policy
 from ampaudit.policy.decide import PlanSite, plan_graph
 from ampaudit.policy.schema import UNSET, ArgTest, Cast, NumericCondition
-from ampaudit.trace import Role, TracedModel, trace
+from ampaudit.trace import Role, TraceConfig, TracedModel, trace
 from ampaudit.trace.caster import MIXED_DTYPES
 from tests.support.zoo import ZOO
 
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 def traced(rules: RuleSet, model: nn.Module | None = None, form: NumberFormat = FLOAT16) -> TracedModel:
     model = (model or Model()).eval()
-    return trace(model, (torch.randn(4, 8),), {}, rules, load_policy("torch-cuda"), form)
+    return trace(model, (torch.randn(4, 8),), {}, TraceConfig(rules, load_policy("torch-cuda"), form))
 
 
 def decided(found: TracedModel, rule: str) -> list[str]:
@@ -245,7 +245,10 @@ def test_a_policy_under_which_the_model_does_not_run_says_which_op() -> None:
     """Apex has no rule for fused attention: rotary embeddings leave q and k in float32 and v in float16."""
     zoo = ZOO["llama"]()
     found = trace(
-        zoo.model.eval(), (), zoo.kwargs, load_policy("apex-o1"), load_policy("torch-cuda"), FLOAT16
+        zoo.model.eval(),
+        (),
+        zoo.kwargs,
+        TraceConfig(load_policy("apex-o1"), load_policy("torch-cuda"), FLOAT16),
     )
     refused = [site for site in found.sites if site.decision.reason == MIXED_DTYPES]
     assert refused
@@ -335,7 +338,9 @@ def test_every_op_of_the_zoo_is_in_a_class_or_explicitly_default(name: str) -> N
     seen: dict[str, str | None] = {}
     for make in itertools.islice(ZOO.values(), 13):
         zoo = make()
-        found = trace(zoo.model.eval(), (), zoo.kwargs, rules, load_policy("torch-cuda"), FLOAT16)
+        found = trace(
+            zoo.model.eval(), (), zoo.kwargs, TraceConfig(rules, load_policy("torch-cuda"), FLOAT16)
+        )
         for site in found.sites:
             if site.facts is not None:
                 seen[site.facts.op] = site.decision.rule

@@ -30,7 +30,7 @@ from ampaudit.run.config import RunConfig
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
 from ampaudit.source import Batch
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 
 
 class Of(nn.Module):
@@ -582,4 +582,4 @@ def test_a_flag_of_autocast_is_noticed_where_it_is_set() -> None:
 
 def reads_of(function: Callable[..., Any], policy: str = "half") -> tuple[Any, ...]:
     rules = load_policy(policy)
-    return trace(Of(function).eval(), (inputs(),), {}, rules, rules, FLOAT16).reads
+    return trace(Of(function).eval(), (inputs(),), {}, TraceConfig(rules, rules, FLOAT16)).reads

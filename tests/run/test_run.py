@@ -18,7 +18,7 @@ from ampaudit.run import runner as runner_module
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.meter import FULL_CALL, Meter
 from ampaudit.source import Batch, ModelSource
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from tests.support.planted import WIDTH, TwoBranches
 from tests.support.planted import scan_under_autocast as scan
@@ -231,7 +231,9 @@ def test_the_converted_graph_runs_and_equals_real_half() -> None:
     zoo = ZOO["bert"]()
     model = zoo.model.eval()
     rules = load_policy("half")
-    converted = attach_weights(trace(model, (), zoo.kwargs, rules, load_policy("torch-cuda"), FLOAT16))
+    converted = attach_weights(
+        trace(model, (), zoo.kwargs, TraceConfig(rules, load_policy("torch-cuda"), FLOAT16))
+    )
     with torch.no_grad():
         found = converted.graph_module()(*converted.arguments(list(zoo.kwargs.values())))
         expected = copy.deepcopy(model).half()(**zoo.kwargs)
@@ -242,7 +244,7 @@ def test_the_converted_graph_runs_and_equals_real_half() -> None:
 def test_masters_are_the_models_own_tensors_and_copies_are_half_as_large() -> None:
     zoo = ZOO["bert"]()
     rules = load_policy("half")
-    converted = attach_weights(trace(zoo.model.eval(), (), zoo.kwargs, rules, rules, FLOAT16))
+    converted = attach_weights(trace(zoo.model.eval(), (), zoo.kwargs, TraceConfig(rules, rules, FLOAT16)))
     parameters = {id(p) for p in zoo.model.parameters()}
     assert parameters <= {id(t) for t in converted.masters.values()} | {
         id(p) for n, p in zoo.model.named_parameters() if "position" in n

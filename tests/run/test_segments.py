@@ -36,7 +36,7 @@ from ampaudit.run.segmented import moved_to, pack_state, unpack_state
 from ampaudit.run.segments import Group, Segment, best_ends, cut_evenly, cut_program
 from ampaudit.run.share import Route, Share
 from ampaudit.source.open import open_source
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 
 CPU = torch.device("cpu")
 
@@ -314,7 +314,7 @@ def program() -> Program:
     rules = plain_fp32()
     torch.manual_seed(0)
     form = low_precision_format("float16")
-    return compile_program(trace(Stack().eval(), (ids(1)[0],), {}, rules, rules, form), CPU)
+    return compile_program(trace(Stack().eval(), (ids(1)[0],), {}, TraceConfig(rules, rules, form)), CPU)
 
 
 def test_a_tight_limit_makes_more_segments_of_at_most_that_size(program: Program) -> None:

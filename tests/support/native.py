@@ -15,7 +15,7 @@ from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import compile_program
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 
@@ -54,7 +54,9 @@ def emulated(
 ) -> Emulation:
     """What the audited model gives under a policy, on inputs of the dtypes that are given."""
     model = Calls(function, kwargs or {}).eval()
-    traced = trace(model, args, {}, load_policy(policy), load_policy("torch-cuda"), FORMATS[dtype])
+    traced = trace(
+        model, args, {}, TraceConfig(load_policy(policy), load_policy("torch-cuda"), FORMATS[dtype])
+    )
     cpu = torch.device("cpu")
     executor = LockStep(compile_program(traced, cpu), attach_weights(traced), Emulated(), cpu)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampaudit.core.formats import BFLOAT16, FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 
 Function = Callable[..., Any]
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ class Calls(nn.Module):
 
 def traced(model: nn.Module, x: torch.Tensor, policy: str = "torch-cpu") -> TracedModel:
     form = BFLOAT16 if policy == "torch-cpu" else FLOAT16
-    return trace(model.eval(), (x,), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    return trace(model.eval(), (x,), {}, TraceConfig(load_policy(policy), load_policy("torch-cuda"), form))
 
 
 def output_dtype(model: TracedModel) -> torch.dtype:

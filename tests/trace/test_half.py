@@ -13,7 +13,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 
@@ -87,7 +87,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def traced(model: nn.Module, x: torch.Tensor, policy: str, dtype: str = "float16") -> TracedModel:
     rules = load_policy(policy)
-    return trace(model, (x,), {}, rules, load_policy("torch-cuda"), format_named(dtype), seed=0)
+    return trace(model, (x,), {}, TraceConfig(rules, load_policy("torch-cuda"), format_named(dtype), seed=0))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import OpFacts, load_policy
 from ampaudit.policy.schema import Cast
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from tests.support.oracle import cuda_autocast
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -70,7 +70,9 @@ def dtypes(result: Any) -> list[torch.dtype]:
 def ours(case: Case, policy: str, form: NumberFormat) -> list[torch.dtype]:
     _, function, args, kwargs = case
     rules = load_policy(policy)
-    traced = trace(Calls(function, kwargs).eval(), args, {}, rules, load_policy("torch-cuda"), form)
+    traced = trace(
+        Calls(function, kwargs).eval(), args, {}, TraceConfig(rules, load_policy("torch-cuda"), form)
+    )
     return dtypes([node.meta["val"] for node in traced.graph.output_node().args[0]])
 
 

@@ -13,7 +13,7 @@ from ampaudit.core.errors import SourceError, TraceFailed
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.source import Batch
-from ampaudit.trace import Role, TracedModel, trace
+from ampaudit.trace import Role, TraceConfig, TracedModel, trace
 from tests.support.oracle import after_half, ours, under_cuda_autocast
 from tests.support.zoo import ZOO
 
@@ -26,7 +26,7 @@ def traced(
     model: nn.Module, batch: Batch, policy: str | RuleSet = "torch-cuda", form: NumberFormat = FLOAT16
 ) -> TracedModel:
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
-    return trace(model, batch.args, batch.kwargs, rules, CUDA, form)
+    return trace(model, batch.args, batch.kwargs, TraceConfig(rules, CUDA, form))
 
 
 def without_cache(model: nn.Module) -> nn.Module:

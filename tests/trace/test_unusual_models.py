@@ -19,7 +19,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.source import Batch, ModelSource
-from ampaudit.trace import trace
+from ampaudit.trace import TraceConfig, trace
 from tests.support.oracle import after_half, ours
 from tests.support.planted import scan_under_autocast as scan
 from tests.support.wrap import Scale, Wrap, linear
@@ -124,7 +124,7 @@ def test_its_dtypes_are_those_of_a_half_model(name: str) -> None:
     model = build().eval().requires_grad_(False)
     args, kwargs = as_kwargs(inputs())
     rules = load_policy("half")
-    found = ours(trace(model, args, kwargs, rules, rules, FLOAT16))
+    found = ours(trace(model, args, kwargs, TraceConfig(rules, rules, FLOAT16)))
     names = {f"input{i}": value for i, value in enumerate(args)}
     plain = Wrap(lambda m, **k: m.model(*k.values()), model=copy.deepcopy(model)) if args else model
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.devices.catalogue import Rates, device_named
 from ampaudit.devices.host import Host, HostDevice
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.tuning import trials
 from ampaudit.tuning.trials import CostKind, costs_of, default_device
 from tests.support.zoo import ZOO
@@ -44,7 +44,7 @@ class Call(nn.Module):
 
 def traced(model: nn.Module, *args: Any, **kwargs: Any) -> TracedModel:
     rules = load_policy("half")
-    return trace(model.eval(), args, kwargs, rules, rules, FLOAT16)
+    return trace(model.eval(), args, kwargs, TraceConfig(rules, rules, FLOAT16))
 
 
 def eager_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -214,7 +214,7 @@ def test_reading_a_size_is_free() -> None:
 def test_dynamic_sizes_count_as_in_the_trace() -> None:
     rules, x, weight = load_policy("half"), torch.randn(4, 8), torch.randn(16, 8)
     axes = ({0: torch.export.Dim("n", min=2, max=64)}, None)
-    model = trace(Call(F.linear), (x, weight), {}, rules, rules, FLOAT16, dynamic=axes)
+    model = trace(Call(F.linear), (x, weight), {}, TraceConfig(rules, rules, FLOAT16, dynamic=axes))
     values = [node.meta["val"] for node in model.graph.nodes if "val" in node.meta]
     assert any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
     assert sum(costs_of(model, "bytes").ops.values()) == 2 * (4 * 8 + 16 * 8 + 4 * 16)

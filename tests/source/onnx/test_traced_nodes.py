@@ -16,6 +16,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import plain_fp32
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
+from ampaudit.trace.capture import TraceConfig
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.path.recorder import PathTracing
@@ -33,7 +34,7 @@ def traced_failure(test: NodeTest) -> str | None:
     given = test.given(model)
     rules = plain_fp32()
     torch.manual_seed(0)
-    traced = trace(model, (), given, rules, rules, FLOAT16, path=PathTracing.FALLBACK)
+    traced = trace(model, (), given, TraceConfig(rules, rules, FLOAT16, path=PathTracing.FALLBACK))
     converted = attach_weights(traced)
     with torch.no_grad():
         found = converted.graph_module()(*converted.arguments(tensor_leaves((), given)))

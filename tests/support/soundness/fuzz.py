@@ -15,7 +15,7 @@ from ampaudit.core.assumptions import Assumption
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.graph import Slot
 from tests.support.soundness.check import Runs
 from tests.support.soundness.generate import branch_of
@@ -196,7 +196,7 @@ def traced_branches(
     inputs = tuple(item.tensor(hostile(item, 0, seed)) for item in model.inputs)
     rules, author = load_policy(setting.policy), load_policy("torch-cuda")
     try:
-        return trace(model, inputs, {}, rules, author, format_named(setting.dtype)), model
+        return trace(model, inputs, {}, TraceConfig(rules, author, format_named(setting.dtype))), model
     except AuditError:
         return None, model
 

@@ -14,7 +14,7 @@ from ampaudit.core.assumptions import Assumption
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Slot
 from tests.support.native import Call, Calls, sample_calls
@@ -41,7 +41,7 @@ def _problems(call: Call, setting: Setting) -> list[str]:
     rules, author = load_policy(setting.policy), load_policy("torch-cuda")
     model = Calls(call.function, call.kwargs).eval()
     try:
-        traced = trace(model, call.args, {}, rules, author, format_named(setting.dtype))
+        traced = trace(model, call.args, {}, TraceConfig(rules, author, format_named(setting.dtype)))
     except AuditError:
         return []
     leaves = tensor_leaves(call.args, {})
