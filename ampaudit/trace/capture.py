@@ -35,7 +35,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace import entry
-from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, watch_custom_backwards
+from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, CustomCode
 from ampaudit.trace.caster import Caster, FactFinder, autocast_visible, mixed_recurrent_inputs
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.failure import lines_of, trace_failure
@@ -317,8 +317,9 @@ def capture(
     caster = Caster(
         config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits, numbering
     )
+    custom_code = CustomCode(tracer, current_layer)
     try:
-        with _tracing(config, caster, path), watch_custom_backwards(tracer, current_layer) as custom_code:
+        with _tracing(config, caster, path), custom_code.watched():
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
     except NarrowedDimensions as narrowed:
         return capture(model, args, kwargs, replace(config, dynamic=narrowed.shapes[0]))

@@ -42,7 +42,7 @@ _SCHEMAS = (
     "tensor_hook(Tensor[] value, int number) -> ()",  # hooks take this value's gradient
     "backward_start(Tensor[] near, int number) -> ()",  # the ops of the backward follow
     "output_gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
-    "backward_end(Tensor?[] gradients, Tensor[] leaves, int number) -> ()",  # what the backward returns
+    "backward_end(Tensor?[] gradients, int number, Tensor[] leaves) -> ()",  # what the backward returns
     "value_read(Tensor[] value, int number) -> ()",  # Python code reads this value
     "value_sized(Tensor[] value, int number) -> ()",  # values decide the size of this result
 )
@@ -71,7 +71,7 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
             held = ObjectSource(objects[node.name])
             env[node] = graph.create_node("call_function", held, (), {}, name=node.name)
         elif node.op == "output":
-            graph.output(_mapped(node.args[0], env))
+            graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
         else:
             env[node] = _copy(node, source, graph, env)
     graph.eliminate_dead_code(has_effect)
@@ -108,18 +108,10 @@ def _inlined(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> tuple[A
         if child.op == "placeholder":
             inner[child] = inputs.pop(0)
         elif child.op == "output":
-            result = _mapped(child.args[0], inner)
+            result = fx.node.map_arg(child.args[0], inner.__getitem__)
         else:
             inner[child] = _copy(child, body, graph, inner)
     return tuple(result) if isinstance(result, list | tuple) else (result,)
-
-
-def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
-    if isinstance(value, fx.Node):
-        return env[value]
-    if isinstance(value, list | tuple):
-        return tuple(_mapped(item, env) for item in value)
-    return value
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -149,15 +141,11 @@ class ObjectSource:
         return torch.Generator(self._value.device).set_state(self._state)
 
 
-def _nothing(*args: Any) -> None:
-    """Compute nothing, as befits a mark."""
-
-
 for _schema in _SCHEMAS:
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(
         _name.partition("::")[2] or _name,
-        (lambda like, number, index: torch.empty_like(like)) if "output_gradient(" in _schema else _nothing,
+        (lambda like, *_: torch.empty_like(like)) if "output_gradient(" in _schema else lambda *_: None,
         "CompositeExplicitAutograd",
     )
 
@@ -170,10 +158,8 @@ OUTPUT_GRADIENT: OpOverload = _OPS.output_gradient.default
 BACKWARD_END: OpOverload = _OPS.backward_end.default
 VALUE_READ: OpOverload = _OPS.value_read.default
 VALUE_SIZED: OpOverload = _OPS.value_sized.default
-_BACKWARD = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END)
-_EFFECTS = (*_BACKWARD, VALUE_READ, VALUE_SIZED)
-_MARKS = frozenset({*_EFFECTS, OUTPUT_GRADIENT})
-for _mark in _EFFECTS:
+_MARKS = frozenset(getattr(_OPS, schema.partition("(")[0]).default for schema in _SCHEMAS)
+for _mark in _MARKS - {OUTPUT_GRADIENT}:
     fx.node.has_side_effect(_mark)  # nothing that lacks users is dropped
 
 
@@ -193,6 +179,6 @@ def marked_values(node: fx.Node) -> list[fx.Node]:
 
 def mark_number(node: fx.Node) -> int:
     """Return the number of the function call, hook or read that a mark belongs to."""
-    number = node.args[1] if node.target is not BACKWARD_END else node.args[2]
+    number = node.args[1]
     assert isinstance(number, int)
     return number

@@ -54,11 +54,11 @@ __all__ = [
     "AFTER_ACCUMULATION",
     "CHECKPOINT",
     "BackwardTracer",
+    "CustomCode",
     "FunctionApplication",
     "Hooks",
     "Tracked",
     "separate_backwards",
-    "watch_custom_backwards",
 ]
 
 _LOST = "it reads a tensor that no op of the trace computes"
@@ -70,11 +70,7 @@ AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not f
 
 
 class BackwardTracer:
-    """Collects custom backwards while a model is traced, and then traces them.
-
-    Args:
-        follow: Whether to trace them; otherwise each is reported as failed.
-    """
+    """Collects custom backwards while a model is traced, and then traces them, or reports each as failed."""
 
     def __init__(self, follow: bool = True) -> None:
         self.follow = follow
@@ -119,38 +115,29 @@ class BackwardTracer:
     ) -> None:
         """Trace all custom backwards in the order of autograd, the last one first.
 
-        Args:
-            loss: The output that is differentiated.
-            parameters: Leaves, to which a backward may add gradients.
-            within: Makes the context in which to trace a backward, from its layer and name.
+        A backward may add gradients to the parameters. It is traced ``within`` a context made from its name.
         """
+        reached = _reached_outputs(loss)
         self.tracing = True
         try:
             with torch.no_grad():
-                self._trace(_reached_outputs(loss), parameters, within)
+                for item in reversed(self.records):
+                    if isinstance(item, FunctionApplication) and item.context is None:
+                        continue  # none of its inputs requires a gradient
+                    failure, line = None, None
+                    BACKWARD_START(item.inputs[:1], item.number)
+                    with within(f"{item.layer}/{item.name}" if item.layer else item.name):
+                        gradients, leaves = self._traced(item, reached, parameters)
+                    if isinstance(gradients, Exception):
+                        failure, line = plain_reason(gradients), failing_line(gradients.__traceback__)
+                        gradients, leaves = [], []
+                    BACKWARD_END(gradients, item.number, leaves)
+                    source = line or item.source
+                    self.backwards.append(
+                        CustomBackward(item.number, item.name, item.layer, source, failure, item.call)
+                    )
         finally:
             self.tracing = False
-
-    def _trace(
-        self,
-        reached: Mapping[int, frozenset[int]],
-        parameters: Sequence[torch.Tensor],
-        within: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        for item in reversed(self.records):
-            if isinstance(item, FunctionApplication) and item.context is None:
-                continue  # none of its inputs requires a gradient
-            failure, line = None, None
-            BACKWARD_START(item.inputs[:1], item.number)
-            with within(f"{item.layer}/{item.name}" if item.layer else item.name):
-                gradients, leaves = self._traced(item, reached, parameters)
-            if isinstance(gradients, Exception):
-                failure, line = plain_reason(gradients), failing_line(gradients.__traceback__)
-                gradients, leaves = [], []
-            BACKWARD_END(gradients, leaves, item.number)
-            self.backwards.append(
-                CustomBackward(item.number, item.name, item.layer, line or item.source, failure, item.call)
-            )
 
     def _traced(
         self,
@@ -177,33 +164,21 @@ class BackwardTracer:
 def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
     """Map each autograd node behind a value, by identity, to its outputs with a gradient."""
     outputs: defaultdict[int, set[int]] = defaultdict(set)
-    for node in _behind(loss):
-        for following, index in node.next_functions:
-            if following is not None:
-                outputs[id(following)].add(index)
-    if loss.grad_fn is not None:
-        outputs[id(loss.grad_fn)].add(loss.output_nr)
+    pending: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    visited: dict[int, Any] = {}  # keeps the nodes alive
+    while pending:
+        node, index = pending.pop()
+        if node is None:
+            continue
+        outputs[id(node)].add(index)
+        if id(node) not in visited:
+            visited[id(node)] = node
+            pending += node.next_functions
     return {key: frozenset(indices) for key, indices in outputs.items()}
 
 
-def _behind(*values: torch.Tensor) -> list[Any]:
-    """List the autograd nodes behind some values; the list keeps them alive."""
-    pending: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
-    visited: dict[int, Any] = {}
-    while pending:
-        node = pending.pop()
-        if id(node) not in visited:
-            visited[id(node)] = node
-            pending += [following for following, _ in node.next_functions if following is not None]
-    return list(visited.values())
-
-
 class Tracked:
-    """Maps tensors that autograd returns, new objects for known memory, to values of the trace.
-
-    Args:
-        tensors: A mapping whose keys are the values of the trace.
-    """
+    """Maps tensors that autograd returns, new objects for known memory, to values of the trace: the keys."""
 
     def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:
         self._tensors = tensors
@@ -394,58 +369,38 @@ def _fitting(gradient: Any, value: torch.Tensor) -> torch.Tensor | None:
     return total if total.dtype == value.dtype else total.to(value.dtype)
 
 
-@dataclass(slots=True)
 class CustomCode:
-    """The custom backward code that a model uses.
+    """Records the custom backward code that a model uses, and registers it with a tracer, if any.
 
     Attributes:
         names: Custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
         notes: What the trace of the backward leaves out.
     """
 
-    names: dict[str, None] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
-
-
-@contextmanager
-def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], str]) -> Iterator[CustomCode]:
-    """Record custom backward code while active, and register it with a tracer.
-
-    Args:
-        tracer: Traces custom backwards; ``None`` to trace the forward pass only.
-        layer: Returns the layer whose code is running.
-    """
-    watch = _Watch(tracer, layer)
-    with patched(watch.replacements()):
-        yield watch.code
-
-
-class _Watch:
-    """Defines the replacements and collects their findings."""
-
     def __init__(self, tracer: BackwardTracer | None, layer: Callable[[], str]) -> None:
-        self.code = CustomCode()
+        self.names: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
         self._tracer = tracer
         self._layer = layer
         self._open_checkpoints = 0
         self._running: list[FunctionApplication | None] = []  # functions whose forward is running
 
-    def replacements(self) -> Iterator[Replacement]:
-        """Return all replacements."""
-        yield from self._function_calls()
-        yield from self._tensor_hooks()
-        yield from self._contexts()
-        yield from _tensor_attributes(lambda: self._note(ON_NODES))
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record while active."""
+        methods = (*self._function_calls(), *self._tensor_hooks(), *self._contexts())
+        with patched((*methods, *_tensor_attributes(lambda: self._note(ON_NODES)))):
+            yield
 
     def _note(self, text: str) -> None:
-        self.code.notes[text] = None
+        self.notes[text] = None
 
     def _function_calls(self) -> Iterator[Replacement]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call(cls, function_apply.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self.code.names[CHECKPOINT] = None
+            self.names[CHECKPOINT] = None
             with self._checkpoint():
                 yield from recompute(*args, **kwargs)
 
@@ -453,7 +408,7 @@ class _Watch:
         yield Replacement(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed)
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.code.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        self.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
         tracer = self._tracer
         needs_gradient = torch.is_grad_enabled() and any(
             isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
@@ -463,10 +418,16 @@ class _Watch:
             with self._checkpoint():
                 return run(*inputs)  # recomputing gives the same values
         if tracer is None or tracer.tracing or not needs_gradient:
-            return self._run(None, call, args, kwargs)
-        application = tracer.enter(cls, args, self._layer())
-        result = self._run(application, call, args, kwargs)
-        tracer.leave(application, result)
+            application = None
+        else:
+            application = tracer.enter(cls, args, self._layer())
+        self._running.append(application)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._running.pop()
+        if tracer is not None and application is not None:
+            tracer.leave(application, result)
         return result
 
     @contextmanager
@@ -478,25 +439,12 @@ class _Watch:
         finally:
             self._open_checkpoints -= 1
 
-    def _run(
-        self,
-        application: FunctionApplication | None,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        self._running.append(application)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._running.pop()
-
     def _tensor_hooks(self) -> Iterator[Replacement]:
         tensor: Any = torch.Tensor
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
         def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.code.names[HOOK] = None
+            self.names[HOOK] = None
             if self._tracer is None and not value.requires_grad:
                 return RemovableHandle(Hooks())  # this trace has no gradients; training does
             if self._tracer is None or self._tracer.tracing or not value.requires_grad:
@@ -510,7 +458,7 @@ class _Watch:
                 retain(value)
 
         def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.code.names[HOOK] = None
+            self.names[HOOK] = None
             self._note(AFTER_ACCUMULATION)
             return RemovableHandle(Hooks())
 
@@ -526,23 +474,18 @@ class _Watch:
 
     def _contexts(self) -> Iterator[Replacement]:
         """Record what a ``ctx`` saves, since C++ returns tensors that are no values of the trace."""
-        context: Any = FunctionCtx
-        save, dirty = context.save_for_backward, context.mark_dirty
-        materialize, node = context.set_materialize_grads, BackwardCFunction
+        node = BackwardCFunction
         saved: Any = node.saved_tensors
-        after, before = node.register_hook, node.register_prehook
 
-        def save_for_backward(ctx: Any, *tensors: Any) -> None:
-            self._keep(ctx, "saved", tensors)
-            save(ctx, *tensors)
+        def setting(method: Callable[..., None], name: str, value_of: Callable[..., Any]) -> Any:
+            def call(ctx: Any, *args: Any, **kwargs: Any) -> None:
+                application = self._running[-1] if self._running else None
+                if application is not None and isinstance(ctx, BackwardCFunction):
+                    application.context = ctx
+                    setattr(application, name, value_of(*args, **kwargs))
+                method(ctx, *args, **kwargs)
 
-        def mark_dirty(ctx: Any, *args: Any) -> None:
-            self._keep(ctx, "dirty", bool(args))
-            dirty(ctx, *args)
-
-        def set_materialize_grads(ctx: Any, value: bool) -> None:
-            self._keep(ctx, "materializes", value)
-            materialize(ctx, value)
+            return Replacement(FunctionCtx, method.__name__, call)
 
         def saved_tensors(ctx: Any) -> Any:
             application = self._application(ctx)
@@ -550,26 +493,19 @@ class _Watch:
                 saved.__get__(ctx) if application is None or application.saved is None else application.saved
             )
 
-        def register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
-            application = self._application(ctx)
-            return after(ctx, hook) if application is None else application.after.added(hook)
+        def hooking(method: Callable[..., Any], name: str) -> Any:
+            def register(ctx: Any, hook: Callable[..., Any]) -> Any:
+                application = self._application(ctx)
+                return method(ctx, hook) if application is None else getattr(application, name).added(hook)
 
-        def register_prehook(ctx: Any, hook: Callable[..., Any]) -> Any:
-            application = self._application(ctx)
-            return before(ctx, hook) if application is None else application.before.added(hook)
+            return Replacement(node, method.__name__, register)
 
-        yield Replacement(context, "save_for_backward", save_for_backward)
-        yield Replacement(context, "mark_dirty", mark_dirty)
-        yield Replacement(context, "set_materialize_grads", set_materialize_grads)
+        yield setting(FunctionCtx.save_for_backward, "saved", lambda *tensors: tensors)
+        yield setting(FunctionCtx.mark_dirty, "dirty", lambda *tensors: bool(tensors))
+        yield setting(FunctionCtx.set_materialize_grads, "materializes", lambda value: value)
         yield Replacement(node, "saved_tensors", property(saved_tensors))
-        yield Replacement(node, "register_hook", register_hook)
-        yield Replacement(node, "register_prehook", register_prehook)
-
-    def _keep(self, ctx: Any, name: str, value: Any) -> None:
-        application = self._running[-1] if self._running else None
-        if application is not None and isinstance(ctx, BackwardCFunction):
-            application.context = ctx
-            setattr(application, name, value)
+        yield hooking(node.register_hook, "after")
+        yield hooking(node.register_prehook, "before")
 
     def _application(self, ctx: Any) -> FunctionApplication | None:
         records = () if self._tracer is None else self._tracer.records
@@ -577,11 +513,7 @@ class _Watch:
 
 
 def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
-    """Replace ``Tensor.data``, which shares memory without an op, and ``Tensor.grad_fn``.
-
-    Args:
-        hooked: Called when the model's code registers a hook on an autograd node.
-    """
+    """Replace ``Tensor.data``, which shares memory without an op, and ``Tensor.grad_fn``, to note hooks."""
     tensor: Any = torch.Tensor
     data, grad_fn = tensor.data, tensor.grad_fn
 
@@ -635,7 +567,7 @@ class _Section:
     @property
     def leaves(self) -> list[fx.Node]:
         """The leaves whose gradient it sets."""
-        return list(self.end.args[1])  # type: ignore[arg-type]
+        return list(self.end.args[2])  # type: ignore[arg-type]
 
 
 def separate_backwards(traced: TracedModel) -> TracedModel:
