@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import io
 import linecache
 import logging
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,8 +35,8 @@ from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace import entry
 from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, CustomCode
 from ampaudit.trace.caster import Caster, FactFinder, autocast_visible, mixed_recurrent_inputs
-from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
-from ampaudit.trace.failure import lines_of, trace_failure
+from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, tensor_leaves
+from ampaudit.trace.failure import lines_of, silent, trace_failure
 from ampaudit.trace.fake_model import (
     constant_masters,
     fake_like,
@@ -46,10 +44,8 @@ from ampaudit.trace.fake_model import (
     make_fake_model,
     named_tensors,
     own_conversion,
-    rounded_names,
-    split_ties,
     storage_notes,
-    stored_dtypes,
+    storage_of,
 )
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Site, Slot, TracedModel, build_sites
@@ -284,7 +280,8 @@ def capture(
     with quiet():
         convert = own_conversion(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
-        dtypes = stored_dtypes(model, file.weights, low_dtype)
+        storage = storage_of(model, file.weights, low_dtype)
+        dtypes = storage.dtypes if file.weights.storage == "lower" else {}
         fake_model, hooks = make_fake_model(
             model, mode, dtypes, convert, trained=config.differentiated, hooked=tracer is not None
         )
@@ -311,7 +308,7 @@ def capture(
         )
         for t in tensor_leaves(args, kwargs)
     )
-    rounded = rounded_names(model, file.weights, low_dtype)
+    rounded = frozenset(storage.dtypes if file.weights.storage == "rounded" else ())
     facts = FactFinder(entry, config.number_format.name, config.measured, rounded)
     numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
     caster = Caster(
@@ -331,10 +328,28 @@ def capture(
         if tracer is not None and tracer.follow and tracer.records:
             return capture(model, args, kwargs, replace(config, follow_backward=False))
         raise trace_failure(error, model, args, kwargs, config.rules.name) from error
-    model_trace = assembled(program, entry, model, config.rules, low_dtype, input_signature(args, kwargs))
+    graph = flat_graph(program)
+    changes = tuple(_lasting_changes(entry.outputs.changes, program, graph))
+    placeholders, tensors = _placeholders(program, graph, model, fake_model)
     reads.lines += [] if convert is None else conversions_of(model)
-    return replace(
-        model_trace,
+    return TracedModel(
+        graph=graph,
+        placeholders=placeholders,
+        tensors=tensors,
+        sites=build_sites(graph, placeholders),
+        outputs=entry.outputs.names,
+        structure=entry.outputs.structure,
+        signature=input_signature(args, kwargs),
+        changes=changes,
+        random_constants=entry.outputs.random_constants,
+        policy=config.rules.name,
+        dtype=low_dtype,
+        notes=(
+            *storage_notes(model, file.weights, low_dtype),
+            *_state_notes(changes, entry.outputs.random_constants),
+        ),
+        clip=file.weights.clip,
+        split_ties=storage.split_ties,
         custom_functions=tuple(custom_code.names),
         custom_backwards=() if tracer is None else tuple(tracer.backwards),
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
@@ -403,51 +418,12 @@ def quiet() -> Iterator[None]:
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    printed = io.StringIO()
     try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
-        ):
-            warnings.simplefilter("ignore")
+        with silent() as printed:
             yield
     finally:
         logging.disable(before)
     sys.stderr.write(printed.getvalue())
-
-
-def assembled(
-    program: ExportedProgram,
-    entry: Entry,
-    model: nn.Module,
-    rules: RuleSet,
-    low_dtype: torch.dtype,
-    signature: tuple[Any, ...],
-) -> TracedModel:
-    """Build the traced model of an entry that was exported under a policy."""
-    graph = flat_graph(program)
-    changes = tuple(_lasting_changes(entry.outputs.changes, program, graph))
-    placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
-    return TracedModel(
-        graph=graph,
-        placeholders=placeholders,
-        tensors=tensors,
-        sites=build_sites(graph, placeholders),
-        outputs=entry.outputs.names,
-        structure=entry.outputs.structure,
-        signature=signature,
-        changes=changes,
-        random_constants=entry.outputs.random_constants,
-        policy=rules.name,
-        dtype=low_dtype,
-        notes=(
-            *storage_notes(model, rules.file.weights, low_dtype),
-            *_state_notes(changes, entry.outputs.random_constants),
-        ),
-        clip=rules.file.weights.clip,
-        split_ties=split_ties(model, rules.file.weights, low_dtype),
-    )
 
 
 def _placeholders(

@@ -42,6 +42,7 @@ __all__ = [
     "lines_of",
     "model_failure",
     "plain_reason",
+    "silent",
     "trace_failure",
     "without_low_precision",
     "writable",
@@ -295,7 +296,8 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         except Exception:
             return EagerCall(ran=False)  # a failed copy says nothing about the model
         try:
-            with seeded(0), torch.set_grad_enabled(grad), _silent(), twins_checked():
+            # the model's code has printed and warned while it was traced
+            with seeded(0), torch.set_grad_enabled(grad), silent(), twins_checked():
                 copied(*restored(new_args), **restored(new_kwargs))
         except (Exception, SystemExit) as error:
             first = first or error
@@ -305,16 +307,16 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Drop prints and warnings, which the model's code has issued while it was traced."""
-    nowhere = io.StringIO()
+def silent() -> Iterator[io.StringIO]:
+    """Collect prints while active, and drop warnings."""
+    printed = io.StringIO()
     with (
         warnings.catch_warnings(),
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
     ):
         warnings.simplefilter("ignore")
-        yield
+        yield printed
 
 
 def _copied(model: nn.Module, args: Any, kwargs: Any, *, wide: bool) -> tuple[nn.Module, Any, Any]:

@@ -30,9 +30,8 @@ __all__ = [
     "make_fake_model",
     "named_tensors",
     "own_conversion",
-    "rounded_names",
-    "split_ties",
     "storage_notes",
+    "storage_of",
     "stored_dtypes",
     "without_cache",
     "without_data",
@@ -177,33 +176,39 @@ def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
-    return _stored(model, weights, low_dtype) if weights.storage == "lower" else {}
+    return storage_of(model, weights, low_dtype).dtypes if weights.storage == "lower" else {}
 
 
-def rounded_names(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> frozenset[str]:
-    """Return the names of tensors that are stored in 16 bits although the model's code sees float32."""
-    return frozenset(_stored(model, weights, low_dtype)) if weights.storage == "rounded" else frozenset()
+class Storage(NamedTuple):
+    """The dtypes of tensors that a policy stores in 16 bits, and tied names that it stores differently."""
+
+    dtypes: dict[str, torch.dtype]
+    split_ties: tuple[tuple[str, ...], ...]
 
 
-def _stored(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def storage_of(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> Storage:
+    """Return how a policy stores a model, whether its code sees float32 (``rounded``) or not (``lower``)."""
     stored = _policy_dtypes(model, weights, low_dtype)
-    apart = {name for names in _tied_apart(model, stored) for name in names}
-    return {name: dtype for name, dtype in stored.items() if name not in apart}
-
-
-def split_ties(
-    model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
-) -> tuple[tuple[str, ...], ...]:
-    """Return groups of names of one tensor that the policy would store differently."""
-    return _tied_apart(model, _policy_dtypes(model, weights, low_dtype))
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in named_tensors(model).items():
+        tied[id(tensor)].append(name)
+    split = [n for n in tied.values() if 0 < sum(name in stored for name in n) < len(n)]
+    apart = {name for names in split for name in names}
+    dtypes = {name: dtype for name, dtype in stored.items() if name not in apart}
+    return Storage(dtypes, tuple(map(tuple, split)))
 
 
 def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     if weights.storage == "float32":
         return {}
     listed = _fp32_modules(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
-    rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
-    rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
+    classes = [class_names(type(module)) for module in model.modules()]
+    rules = [
+        rule
+        for rule in weights.keep
+        if (not rule.dtype or dtype_name(low_dtype) in rule.dtype)
+        and (not rule.model or any(matches_class(rule.model, names) for names in classes))
+    ]
     modules = dict(model.named_modules(remove_duplicate=False))
     tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
     if convert is None:
@@ -232,14 +237,6 @@ def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], 
 
 def _is_listed(name: str, listed: Iterable[str]) -> bool:
     return any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
-
-
-def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tuple[str, ...], ...]:
-    tied: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in named_tensors(model).items():
-        tied[id(tensor)].append(name)
-    groups = (tuple(names) for names in tied.values())
-    return tuple(names for names in groups if 0 < sum(name in stored for name in names) < len(names))
 
 
 def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
@@ -280,7 +277,3 @@ def _keeps(rule: KeepFp32, name: str, module: nn.Module) -> bool:
         and (not rule.attributes or with_attributes(module, rule.attributes))
         and (not rule.parameter or matches_any(rule.parameter, name))
     )
-
-
-def _holds(model: nn.Module, classes: tuple[str, ...]) -> bool:
-    return any(matches_class(classes, class_names(type(module))) for module in model.modules())
