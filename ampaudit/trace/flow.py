@@ -29,9 +29,7 @@ _PASS_THROUGH = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 class Flow:
     """Answers questions about the flow of values through a traced graph.
 
-    Args:
-        traced: The graph.
-        others: Graphs of other batches of the model, for sites that the first one lacks.
+    Graphs of other batches of the model are for sites that the first one lacks.
     """
 
     def __init__(self, traced: TracedModel, *others: TracedModel) -> None:
@@ -222,11 +220,8 @@ class StackChoice:
 def parameter_use(graphs: Collection[TracedModel], choices: Mapping[str, Collection[int]]) -> ParameterUse:
     """Return which parameters, and which parts of stacks, are used by any of the graphs.
 
-    A tied parameter counts for the first layer that has it, and is used if any of its names is.
-
-    Args:
-        graphs: Graphs of all batches.
-        choices: Numbers of the matrices that tensors chose in a run, by name of the stack.
+    A tied parameter counts for the first layer that has it, and is used if any of its names is. ``choices``
+    are the numbers of the matrices that tensors chose in a run, by name of the stack.
     """
     used: set[str] = set()
     sizes: dict[str, int] = {}

@@ -72,11 +72,8 @@ def overload_of(target: Any) -> OpOverload | None:
 def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedModel:
     """Replace every in-place op of a traced model, keeping node names and therefore sites.
 
-    An op whose schema hides its writes (``batch_norm``'s running statistics) stays as it is.
-
-    Args:
-        traced: The model.
-        write_back: Whether to write new values of buffers back at the end.
+    An op whose schema hides its writes (``batch_norm``'s running statistics) stays as it is. ``write_back``
+    writes new values of buffers back at the end.
     """
     if not any(writes_in_place(node) for node in traced.graph.nodes):
         return traced
@@ -130,15 +127,16 @@ class _Rewriter:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         # an item of several results, which no other value shows, is where its memory begins
         begins = node.target is operator.getitem and source is not None and self._views[source].step is None
-        if source is not None and not begins and self._shares_memory(node, source):
+        memory = self._memory.of(node.meta.get("val"))
+        if (
+            source is not None
+            and not begins
+            and not memory.isdisjoint(self._memory.of(source.meta.get("val")))
+        ):
             base = self._views[source].base
             self._views[node] = _View(base, node, source, self._versions[base])
         else:
             self._begin(node)
-
-    def _shares_memory(self, node: fx.Node, source: fx.Node) -> bool:
-        mine, other = (self._memory.of(each.meta.get("val")) for each in (node, source))
-        return not mine.isdisjoint(other)
 
     def _begin(self, node: fx.Node) -> None:
         self._inputs[node] = self._now[node]
@@ -152,21 +150,17 @@ class _Rewriter:
             return self._now[view.base]
         if view.version == self._versions[view.base]:
             return self._now[node]
-        source = self._value(view.source)
-        self._now[node] = self._recompute(view.step, source)
+        target, args, kwargs = _shaped_by_sizes(view.step)
+        self._now[node] = self._add(target, (self._value(view.source), *args), kwargs, view.step)
         view.version = self._versions[view.base]
         return self._now[node]
 
-    def _recompute(self, step: fx.Node, source: fx.Node) -> fx.Node:
-        target, args, kwargs = _shaped_by_sizes(step)
-        view = self._add(target, (source, *args), kwargs)
-        view.meta = {key: step.meta[key] for key in ("val",) if key in step.meta}
-        return view
-
-    def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Add a node that is not a site, under a new name."""
+    def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+        """Add a node that is not a site, under a new name, with a value like that of another node."""
         self._added += 1
-        return self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
+        new = self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
+        new.meta = {"val": like.meta["val"]} if "val" in like.meta else {}
+        return new
 
     def _write(self, node: fx.Node) -> None:
         target: Any = node.args[0]
@@ -208,9 +202,7 @@ class _Rewriter:
             ancestor = self._views[ancestor.source]
         base = self._now[view.base]
         writer = WriteThrough(tuple(map(_shaped_by_sizes, chain)), unseen)
-        result = self._add(writer, (base, value), {})
-        result.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
-        return result
+        return self._add(writer, (base, value), {}, view.base)
 
 
 class WriteThrough:

@@ -64,13 +64,8 @@ def host_state() -> tuple[Any, ...]:
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
     """Call a model without gradients, on a copy that shares its parameters, and on copies of its inputs.
 
-    Inputs, buffers and Python attributes keep their values, whatever the model writes to them.
-
-    Args:
-        model: A module, or any callable like one.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        seed: Seeds the random numbers that the model draws.
+    Inputs, buffers and Python attributes keep their values, whatever the model writes to them. The model may
+    be any callable.
     """
     if isinstance(model, nn.Module):
         shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

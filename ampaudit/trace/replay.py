@@ -96,13 +96,10 @@ def replaying(meta: Mapping[str, Any]) -> Iterator[None]:
 
 
 class Replayer(fx.Interpreter):
-    """Runs a graph node by node, each node under its own metadata.
+    """Runs a module's graph, or another one on it, node by node, each node under its own metadata.
 
-    Args:
-        module: The module that holds the graph.
-        graph: The graph to run instead of the module's.
-        converting: Whether to replay an FP32 trace as a converter sees it: casts without an effect are left
-            out, and an op with its own graph, such as ``torch.cond``, stays in float32.
+    ``converting`` replays an FP32 trace as a converter sees it: casts without an effect are left out, and an
+    op with its own graph, such as ``torch.cond``, stays in float32.
     """
 
     def __init__(
@@ -116,12 +113,9 @@ class Replayer(fx.Interpreter):
         """Run one node."""
         if self._converting and _is_idle_cast(n):
             return self.env[n.all_input_nodes[0]]
-        if self._converting and isinstance(n.target, HigherOrderOperator):
-            return self._opaque(n)
-        with replaying(_origin(n)):
-            return super().run_node(n)
-
-    def _opaque(self, n: fx.Node) -> Any:
+        if not self._converting or not isinstance(n.target, HigherOrderOperator):
+            with replaying(_origin(n)):
+                return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with replaying(INSERTED):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))

@@ -6,9 +6,9 @@ import linecache
 import re
 import sys
 import sysconfig
+import traceback
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
@@ -38,28 +38,20 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     model = [frame for frame in frames if not is_tool_file(frame.file)]
     if not model:
         return None, None
-    user_lines = [frame for frame in model if not is_library(frame.file)]
-    innermost = model[-1]
-    caller = user_lines[-1] if user_lines and user_lines[-1] != innermost else None
-    return innermost, caller
+    caller = next((frame for frame in reversed(model) if not is_library(frame.file)), model[-1])
+    return model[-1], None if caller == model[-1] else caller
 
 
 def running_lines() -> tuple[SourceLine | None, SourceLine | None]:
     """Return the same two lines of the code that is running: of the model's forward, if there is one."""
-    frames: list[tuple[str, int, str]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    outermost = [index for index, (_, _, name) in enumerate(frames) if name == "forward"]
-    inside = frames[: outermost[-1] + 1] if outermost else frames
-    model = [(file, line) for file, line, _ in inside if not (is_tool_file(file) or file.startswith("<"))]
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
+    forwards = [index for index, (code, _) in enumerate(frames) if code.co_name == "forward"]
+    inside = [(code.co_filename, line) for code, line in frames[: forwards[-1] + 1 if forwards else None]]
+    model = [(file, line) for file, line in inside if not (is_tool_file(file) or file.startswith("<"))]
     if not model:
         return None, None
-    user_line = next((place for place in model if not is_library(place[0])), None)
-    return code_line(*model[0]), code_line(*user_line) if user_line is not None and user_line != model[
-        0
-    ] else None
+    caller = next((place for place in model if not is_library(place[0])), model[0])
+    return code_line(*model[0]), None if caller == model[0] else code_line(*caller)
 
 
 def calling_line() -> SourceLine | None:

@@ -102,9 +102,7 @@ class PythonState:
             return False
         if not _equal(self.live, self._then):
             return False
-        if _equal(self._tables, self._tables_then):
-            return True
-        return all(map(_alike, self._tables, self._tables_then))
+        return _equal(self._tables, self._tables_then) or all(map(_alike, self._tables, self._tables_then))
 
     def changes(self) -> Iterator[StateChange]:
         """Return the changes since the snapshot."""
@@ -147,20 +145,15 @@ class PythonState:
                 self._constants.append(value)
         elif isinstance(value, np.ndarray):
             self._arrays.append((value, value.tobytes()))
-        elif isinstance(value, _CONTAINERS):
-            self._container(value, name)
-        elif isinstance(value, tuple):
-            for item in value:
+        elif isinstance(value, (*_CONTAINERS, tuple)):
+            if not isinstance(value, tuple):
+                self._add(value, _shallow(value), name)
+            for item in list(value.values() if isinstance(value, dict) else value):
                 self._visit(item, name)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase):
             self._never = True  # its position cannot be read
         else:
             self._object(value, name)
-
-    def _container(self, value: Any, name: str) -> None:
-        self._add(value, _shallow(value), name)
-        for item in list(value.values() if isinstance(value, dict) else value):
-            self._visit(item, name)
 
     def _object(self, value: Any, name: str) -> None:
         if isinstance(value, types.MethodType):
@@ -189,8 +182,7 @@ def _repeat(then: Any, now: Any, container: Any) -> None:
     elif isinstance(now, dict):
         for key in then.keys() - now.keys():
             container.pop(key, None)
-        new = {key: copy.deepcopy(value) for key, value in now.items() if _differs(then, key, value)}
-        container.update(new)
+        container.update({key: copy.deepcopy(value) for key, value in _new_values(then, now).items()})
     elif isinstance(now, list):
         unchanged = [old is new for old, new in zip(then, now, strict=False)]
         container[:] = [
@@ -206,7 +198,7 @@ def _new_items(then: Any, now: Any) -> tuple[list[str], bool]:
     if isinstance(now, types.CellType):
         return [], _is_plain(now.cell_contents)
     if isinstance(now, dict):
-        new = {key: value for key, value in now.items() if _differs(then, key, value)}
+        new = _new_values(then, now)
         return [f".{key}" for key in new], _is_plain(new)
     if isinstance(now, list):
         return [], all((i < len(then) and then[i] is item) or _is_plain(item) for i, item in enumerate(now))
@@ -215,8 +207,8 @@ def _new_items(then: Any, now: Any) -> tuple[list[str], bool]:
 
 def _stale(then: Any, now: Any) -> tuple[torch.Tensor, ...] | None:
     if isinstance(now, dict):
-        new = [key for key, value in now.items() if _differs(then, key, value)]
-        then, now = [then.get(key) for key in new], [now[key] for key in new]
+        new = _new_values(then, now)
+        then, now = [then.get(key) for key in new], list(new.values())
     before, after = _leaves(then), _leaves(now)
     alike = [_shape(leaf) for leaf in before] == [_shape(leaf) for leaf in after]
     return tuple(before) if alike and None not in map(_shape, after) else None
@@ -232,8 +224,12 @@ def _shape(leaf: Any) -> torch.Size | None:
     return leaf.shape if isinstance(leaf, torch.Tensor) else None
 
 
-def _differs(then: dict[Any, Any], key: Any, value: Any) -> bool:
-    return key not in then or (then[key] is not value and not _equal(then[key], value))
+def _new_values(then: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: value
+        for key, value in now.items()
+        if key not in then or (then[key] is not value and not _equal(then[key], value))
+    }
 
 
 def _is_plain(value: Any) -> bool:
