@@ -32,7 +32,7 @@ from ampaudit.run.audit import RunConfig
 from ampaudit.run.lockstep import Pair
 from ampaudit.source import ModelSource
 from ampaudit.trace import Site
-from ampaudit.trace.op_calls import Bypass
+from ampaudit.trace.op_calls import bypass
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["advised"]
@@ -180,7 +180,7 @@ class _Advisor:
 
     def _rescaled(self, site: Site, limits: Sequence[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
         subject, unlimited, rescaled = self.attempts.subject, Outputs(), Outputs()
-        edits = {each.id: Bypass() for each in limits}
+        edits = {each.id: bypass for each in limits}
         without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), unlimited)
         if without is None:
             return None

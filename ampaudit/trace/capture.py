@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -224,13 +225,14 @@ class TraceConfig:
         author_rules: Rules inside an autocast region of the model's code (those of CUDA autocast).
         number_format: The 16-bit format of the run.
         measured: Measurements of a run, by site; empty before the first run.
-        planned: Decisions made on the whole graph, by site.
+        planned: Decisions made on the whole graph, or in another trace of the model, by site.
         edits: Ops to rewrite, by site, to try a change of the model's code.
         differentiated: Whether to record where the model's code switches gradients off.
-        follow_backward: Whether to trace custom backwards; ``None`` if no gradients are requested.
+        follow_backward: Whether to trace custom backwards of a model that returns its loss, or to report
+            each as failed; ``None`` if no gradients are requested.
         seed: Seed of the random numbers that the model's code draws; ``None`` to continue the generators.
         dynamic: Axes of each input tensor that may vary; ``None`` to fix all shapes.
-        path: Whether to trace along the path that the inputs take.
+        path: Whether to trace along the path that the inputs take; their values matter then.
         known: Sites of the paths that other inputs take.
         values: FP32 values that decide the path; ``None`` for the inputs and the model as they are.
     """
@@ -261,13 +263,8 @@ def capture(
     """Export a model for inputs like these, with the casts that the configuration decides.
 
     The export runs under the casts themselves, on fake tensors that have the stored dtypes: code such as
-    ``x.to(weight.dtype)`` or ``if x.dtype == torch.float16`` does what it will do after conversion.
-
-    Args:
-        model: The model in the mode (train or eval) to audit; not changed.
-        args: Positional inputs; values of tensors matter only to a trace along their path.
-        kwargs: Keyword inputs.
-        config: The policy and the other settings of the trace.
+    ``x.to(weight.dtype)`` or ``if x.dtype == torch.float16`` does what it will do after conversion. The model
+    is in the mode (train or eval) to audit, and is not changed.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -311,8 +308,9 @@ def capture(
     rounded = frozenset(storage.dtypes if file.weights.storage == "rounded" else ())
     facts = FactFinder(entry, config.number_format.name, config.measured, rounded)
     numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
+    planned, edits = config.planned, config.edits
     caster = Caster(
-        config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits, numbering
+        config.rules, config.author_rules, low_dtype, facts, planned, edits, defaultdict(numbering)
     )
     custom_code = CustomCode(tracer, current_layer)
     try:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import Replacement, patched
 from ampaudit.trace.kernels import KernelTrials
 from ampaudit.trace.op_calls import (
+    LOOKING_BACK,
     Edit,
     History,
     OpCalled,
@@ -52,7 +52,7 @@ from ampaudit.trace.opnames import (
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.twins import OpenTwins
-from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id, tensors_in
 
 __all__ = [
     "HALF_FOURIER",
@@ -64,10 +64,8 @@ __all__ = [
     "Caster",
     "FactFinder",
     "autocast_visible",
-    "mixed_dtypes",
     "mixed_recurrent_inputs",
     "reduction_depth",
-    "too_large",
 ]
 
 _DEVICES = ("cpu", "cuda")
@@ -100,62 +98,42 @@ IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that us
 Call = Callable[..., Any]
 
 
-def mixed_dtypes(complaint: str) -> Decision:
-    """Return the decision for an op that rejects its mix of dtypes, with torch's words."""
-    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
-
-
-def too_large(number: str) -> Decision:
-    """Return the decision for an op that rejects a number that the dtype of its tensor cannot hold."""
-    why = f"torch rejects {number}: value cannot be converted without overflow"
-    return Decision(Cast.FLOAT32, None, TOO_LARGE, why)
-
-
+@dataclass(eq=False)
 class Caster:
     """Applies a rule set to each op as it is traced.
 
     Casts are shared: there is one per tensor and dtype until the tensor is written. The cache keeps the
     tensors alive, so that no id is reused.
 
-    Args:
+    Attributes:
         rules: The policy.
         author_rules: Rules inside an autocast region of the model's code.
         dtype: The 16-bit format of the run.
         facts: Extracts the facts about an op call.
         planned: Decisions made on the whole graph, by site.
         edits: Ops to rewrite, by site.
-        numbering: Makes the numbering that assigns ids to ops.
-
-    Attributes:
+        numberings: Assigns ids to ops, by tracer.
         backward_name: Name of the custom backward that is being traced, or ``None``.
     """
 
-    def __init__(
-        self,
-        rules: RuleSet,
-        author_rules: RuleSet,
-        dtype: torch.dtype,
-        facts: FactFinder,
-        planned: Mapping[SiteId, Decision],
-        edits: Mapping[SiteId, Edit],
-        numbering: Callable[[], SiteNumbering] = SiteNumbering,
-    ) -> None:
-        self._edits = edits
+    rules: RuleSet
+    author_rules: RuleSet
+    dtype: torch.dtype
+    facts: FactFinder
+    planned: Mapping[SiteId, Decision]
+    edits: Mapping[SiteId, Edit]
+    numberings: defaultdict[int, SiteNumbering]
+    backward_name: str | None = None
+
+    def __post_init__(self) -> None:
         self.history = History()
-        self.rules = rules
-        self.author_rules = author_rules
-        self.dtype = dtype
-        self._facts = facts
-        self._planned = planned
-        self._numbering: defaultdict[int, SiteNumbering] = defaultdict(numbering)
+        self.kernels = KernelTrials()
+        self.twins = OpenTwins()
         self._inner = InnerOps()
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
-        self.backward_name: str | None = None
-        self.kernels = KernelTrials()
-        self.twins = OpenTwins()
         self._alive: list[Any] = []
 
     @contextmanager
@@ -195,10 +173,10 @@ class Caster:
         if self.backward_name is not None and torch.is_grad_enabled():
             return is_composite(op)  # tensors that autograd saves in a part must be values of the trace
         region = self.region()
-        rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
+        rules = self.rules if region.dtype is None else self.author_rules
         if is_composite(op) and not stays_whole(op):
             return op_name(op) not in rules.op_names
-        if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
+        if not rules.file.autocast or not region.enabled or op_name(op) in rules.op_names:
             return False
         return self._inner.mentioned(op, called.args, called.kwargs, rules.op_names)
 
@@ -206,12 +184,7 @@ class Caster:
         """Return the id of the op that is traced next."""
         replayed = replayed_record()
         around = layer if self.twins.innermost is None else self.twins.innermost.site
-        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(around, base_name(op))
-
-    def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
-        """Return the op to trace at a site: the model's own, or an edited one."""
-        edit = self._edits.get(site)
-        return called if edit is None else edit(called, self.history, emit)
+        return (replayed and replayed.site) or self.numberings[tracer_id].next_id(around, base_name(op))
 
     def note(self, result: Any, traced: OpCalled, called: OpCalled) -> None:
         """Record the result and writes of an op and, for edits, its uncast call."""
@@ -220,14 +193,14 @@ class Caster:
                 self._writes[storage_id(value)] += 1
         if self.backward_name is not None:
             self._alive.append(result)  # autograd may have saved what the code itself has dropped
-        if any(edit.looks_back for edit in self._edits.values()):
+        if any(edit in LOOKING_BACK for edit in self.edits.values()):
             self.history.note(result, called)
 
     def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
         """Return the decision for an op of a layer (path, class name), and the 16-bit dtype it implies."""
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
-        facts = self._facts.of(op, args, kwargs, *layer, site)
+        facts = self.facts.of(op, args, kwargs, *layer, site)
         replayed = replayed_record()
         backward = self.backward_name is not None or (replayed is not None and replayed.in_backward)
         decision, dtype = (
@@ -246,16 +219,16 @@ class Caster:
         return BACKWARD, self.dtype
 
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
-        if region.kind is RegionKind.DISABLED:
+        if not region.enabled:
             return AUTHOR_DISABLED, self.dtype
         if (replayed_meta() or {}).get(OPAQUE):
             return INSIDE, self.dtype
-        if facts.site in self._planned:
-            return self._planned[SiteId(facts.site)], self.dtype
+        if facts.site in self.planned:
+            return self.planned[SiteId(facts.site)], self.dtype
         if self.twins.innermost is not None and self.rules.file.level == "calls":
             return INSIDE_TWIN, self.dtype
         rules, dtype = self.rules, self.dtype
-        if region.kind is RegionKind.OWN and region.dtype is not None:
+        if region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
             facts = replace(facts, dtype=dtype_name(dtype))
         return rules.decide(facts), dtype
@@ -287,7 +260,7 @@ class Caster:
             if not _castable(value) or any(value is w for w in destinations):
                 return value
             # a weight that the code has overwritten no longer has its stored value
-            stored = self._facts.is_rounded(value) and not self.write_count(value)
+            stored = self.facts.is_rounded(value) and not self.write_count(value)
             if stored and to != dtype and value.dtype is torch.float32:
                 rounded = self._shared_cast(value, dtype, cast, tracer_id)
                 return self._shared_cast(rounded, torch.float32, cast, tracer_id)
@@ -325,9 +298,7 @@ class Caster:
         if kind in (Cast.FLOAT32, Cast.FORBID):
             return torch.float32
         if kind in (Cast.WIDEST, Cast.NARROWEST):
-            dtypes = {
-                value.dtype for value in pytree.tree_leaves((called.args, called.kwargs)) if _castable(value)
-            }
+            dtypes = {tensor.dtype for tensor in called.tensors if _castable(tensor)}
             if kind is Cast.WIDEST:
                 return torch.float32 if torch.float32 in dtypes else None
             return dtype if dtypes - {torch.float32} else None
@@ -342,11 +313,7 @@ def _castable(value: Any) -> bool:
 class FactFinder:
     """Extracts ``OpFacts`` from the calls of one trace.
 
-    Args:
-        model: The traced module, with its layers and parameters.
-        dtype: Name of the 16-bit format.
-        measured: Measurements of a run, by site; empty before the first run.
-        rounded: Names of parameters and buffers whose values are rounded to 16 bits.
+    ``rounded`` are names of parameters and buffers whose values are rounded to 16 bits.
     """
 
     def __init__(
@@ -399,8 +366,7 @@ class FactFinder:
         return bool(self._rounded) and self._name_of(tensor) in self._rounded
 
     def _parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-        leaves = pytree.tree_leaves((args, kwargs))
-        names = (self._name_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        names = map(self._name_of, tensors_in((args, kwargs)))
         return tuple(name for name in names if name is not None)
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
@@ -424,13 +390,9 @@ def reduction_depth(op: OpOverload, arguments: Arguments) -> int | None:
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
-
-    Args:
-        op: The ATen op.
-        arguments: Arguments of the call by schema name.
     """
     rule = _RULES.get(base_name(op))
-    if rule is None or any(sizes_vary(leaf) for leaf in pytree.tree_leaves(arguments)):
+    if rule is None or sizes_vary(arguments):
         return None
     try:
         return rule(arguments)
@@ -454,8 +416,7 @@ def _reduced(arguments: Arguments) -> int:
 def _convolution(arguments: Arguments) -> int:
     if arguments.get("transposed"):
         return _transposed_convolution(arguments)
-    weight = arguments["weight"].shape
-    return int(math.prod(weight[1:]))
+    return int(math.prod(arguments["weight"].shape[1:]))
 
 
 def _transposed_convolution(arguments: Arguments) -> int:
@@ -476,10 +437,6 @@ def _einsum(arguments: Arguments) -> int:
         sizes |= dict(zip(letters, (int(n) for n in tensor.shape), strict=True))
     output_letters = result or "".join(c for c in sizes if terms.count(c) == 1)
     return math.prod(size for letter, size in sizes.items() if letter not in output_letters)
-
-
-def _normalized(arguments: Arguments) -> int:
-    return math.prod(int(n) for n in arguments["normalized_shape"])
 
 
 def _group(arguments: Arguments) -> int:
@@ -514,25 +471,20 @@ _RULES: dict[str, Callable[[Arguments], int]] = {
     **dict.fromkeys("sum nansum mean prod var std var_mean std_mean logsumexp norm".split(), _reduced),
     **dict.fromkeys("linalg_vector_norm softmax log_softmax _softmax _log_softmax".split(), _reduced),
     **dict.fromkeys("cumsum cumprod".split(), _reduced),
-    **dict.fromkeys("layer_norm rms_norm native_layer_norm".split(), _normalized),
+    **dict.fromkeys(
+        "layer_norm rms_norm native_layer_norm".split(),
+        lambda named: int(math.prod(named["normalized_shape"])),
+    ),
     **dict.fromkeys("avg_pool1d avg_pool2d avg_pool3d".split(), _pool),
     **dict.fromkeys("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d".split(), _adaptive),
 }
 
 
-class RegionKind(StrEnum):
-    """Whose autocast setting applies to the traced code."""
-
-    POLICY = "policy"  # the policy decides
-    DISABLED = "disabled"  # inside the author's autocast(enabled=False)
-    OWN = "own"  # inside the author's autocast(enabled=True, dtype=...)
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The innermost autocast region of the model's code around an op."""
+    """The innermost autocast region of the model's code around an op; no dtype where the policy decides."""
 
-    kind: RegionKind
+    enabled: bool = True
     dtype: torch.dtype | None = None
 
 
@@ -575,7 +527,7 @@ def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Regio
     if not dtypes:
         return None
     is_policy = policy_enabled and dtypes[0] == policy_dtype
-    return Region(RegionKind.POLICY) if is_policy else Region(RegionKind.OWN, dtypes[0])
+    return Region() if is_policy else Region(dtype=dtypes[0])
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
@@ -583,7 +535,7 @@ def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
     for device in _DEVICES:
         enabled, dtype = _enabled(device), _dtype(device)
         if policy_enabled and not enabled:
-            return Region(RegionKind.DISABLED)
+            return Region(enabled=False)
         if enabled and (not policy_enabled or dtype != policy_dtype):
-            return Region(RegionKind.OWN, dtype)
-    return Region(RegionKind.POLICY)
+            return Region(dtype=dtype)
+    return Region()

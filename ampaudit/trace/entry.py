@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.trace.isolation import host_state
 from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange, value_key
-from ampaudit.trace.values import CASTABLE_DTYPES
+from ampaudit.trace.values import CASTABLE_DTYPES, tensors_in
 
 __all__ = [
     "ENTRY_NAME",
@@ -36,7 +36,6 @@ __all__ = [
     "with_objects_open",
 ]
 
-TensorFinder = Callable[[Any], Sequence[tuple[str, torch.Tensor]]]
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
@@ -95,16 +94,9 @@ class Entry(nn.Module):
     """Calls the model with the batch's structure and returns the tensors of its output.
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
-    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches.
-
-    Args:
-        model: The model to call.
-        args: Positional inputs of the model.
-        kwargs: Keyword inputs of the model.
-        output_dtype: Dtype to which floating-point outputs except float64 are cast; ``None`` for no cast.
-        around: Makes the context in which the model's code runs.
-        then: Called with the model and its output.
-        begin: Called with the input tensors before the model.
+    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. Floating-point outputs except
+    float64 are cast to ``output_dtype``, if any. The model's code runs in the context that ``around`` makes;
+    ``begin`` is called with the input tensors before it, and ``then`` with the model and its output after it.
     """
 
     def __init__(
@@ -208,14 +200,9 @@ def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure 
     )
 
 
-def with_objects_open(value: Any) -> Any:
-    """Open objects that hold tensors, so that their tensors are inputs as well."""
-    return opened(value, lambda leaf: _named_tensors(leaf, ""))
-
-
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors of a batch in the order in which ``Entry.forward`` takes them."""
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return tensors_in((args, kwargs))
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -264,23 +251,17 @@ def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _named_tensors(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
-    tensors: list[tuple[str, torch.Tensor]] = []
-    visited: set[int] = set()
-    _collect(value, name, tensors, visited, 0)
-    return tensors
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
 
+    def collect(value: Any, name: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(id(value), (name, value))
+        elif depth < _MAX_DEPTH:
+            for key, child in _children(value):
+                collect(child, f"{name}{key}", depth + 1)
 
-def _collect(
-    value: Any, name: str, tensors: list[tuple[str, torch.Tensor]], visited: set[int], depth: int
-) -> None:
-    if depth > _MAX_DEPTH or id(value) in visited:
-        return
-    if isinstance(value, torch.Tensor):
-        visited.add(id(value))
-        tensors.append((name, value))
-        return
-    for key, child in _children(value):
-        _collect(child, f"{name}{key}", tensors, visited, depth + 1)
+    collect(value, name, 0)
+    return list(tensors.values())
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
@@ -335,34 +316,25 @@ class Opened:
         self.template = template
 
 
-class _Attribute(str):
-    """A path within an object, as part of the name of a leaf."""
-
-    __slots__ = ()
-
-
 pytree.register_pytree_node(
     Opened,
     lambda item: (item.tensors, item.template),
     Opened,  # type: ignore[arg-type]
     flatten_with_keys_fn=lambda item: (
-        list(zip(map(_Attribute, item.template.names), item.tensors, strict=True)),  # type: ignore[arg-type]
+        list(zip(item.template.names, item.tensors, strict=True)),
         item.template,
     ),
 )
 
 
-def opened(value: Any, find: TensorFinder) -> Any:
-    """Open each object that holds tensors; ``find`` lists an object's tensors with their paths."""
+def with_objects_open(value: Any) -> Any:
+    """Open objects that hold tensors, so that their tensors are inputs as well."""
 
     def open_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) or not (named := _named_tensors(leaf, "")):
             return leaf
-        tensor_paths = find(leaf)
-        if not tensor_paths:
-            return leaf
-        tensors = [tensor for _, tensor in tensor_paths]
-        return Opened(tensors, _Template(leaf, tuple(name for name, _ in tensor_paths), tensors))
+        names, tensors = zip(*named, strict=True)
+        return Opened(tensors, _Template(leaf, names, tensors))
 
     return pytree.tree_map(open_leaf, value)
 

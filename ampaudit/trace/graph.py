@@ -24,7 +24,7 @@ from ampaudit.trace.replay import META_KEY, MODULE_SCOPE, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.twins import TwinCall
-from ampaudit.trace.values import float_value, sizes_of
+from ampaudit.trace.values import float_value, sizes_of, tensors_in
 
 __all__ = [
     "CustomBackward",
@@ -227,23 +227,11 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
     weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
     sites: list[Site] = []
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if isinstance(node.target, ObjectSource) or is_mark(node.target):
-            continue
-        if isinstance(node.target, OpOverload) and node.target.namespace == "prim":
-            continue
-        sites.append(_site(node, weights, numbering))
+        computes = node.target is not operator.getitem and not isinstance(node.target, ObjectSource)
+        prim = isinstance(node.target, OpOverload) and node.target.namespace == "prim"
+        if node.op == "call_function" and computes and not is_mark(node.target) and not prim:
+            sites.append(_site(node, weights, numbering))
     return tuple(sites)
-
-
-def _number(value: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor, or else the first complex one."""
-    number = float_value(value)
-    if number is not None:
-        return number
-    items = value if isinstance(value, list | tuple) else (value,)
-    return next((item for item in items if isinstance(item, torch.Tensor) and item.is_complex()), None)
 
 
 def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
@@ -263,7 +251,10 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     elif role is Role.INSERTED_CAST:
         short = "cast"
     site_id = record.site if record is not None and role is not Role.WEIGHT_CAST else None
-    value = _number(results_of(node))
+    results = results_of(node)
+    value = float_value(results)
+    if value is None:
+        value = next((tensor for tensor in tensors_in(results) if tensor.is_complex()), None)
     source, caller = source_lines(meta.get("stack_trace"))
     if record is not None and record.twin is not None:
         caller = record.twin.called_at

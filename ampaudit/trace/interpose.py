@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from traceback import StackSummary
 from typing import Any
 
@@ -23,15 +23,15 @@ from torch.fx.proxy import TracerBase
 
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision
+from ampaudit.policy.schema import Cast
 from ampaudit.trace.backward.tracer import Tracked
 from ampaudit.trace.caster import (
     HALF_FOURIER,
     IMPLICIT_CAST,
+    MIXED_DTYPES,
     NO_KERNEL,
     TOO_LARGE,
     Caster,
-    mixed_dtypes,
-    too_large,
 )
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.flatten import is_mark
@@ -74,9 +74,7 @@ _ANSWERED = (torch.ops.prim.device.default,)
 class DispatchHook:
     """Passes each recorded op through a caster while it is installed.
 
-    Args:
-        caster: Decides about each op.
-        path: Supplies values to a trace along the path of the inputs.
+    A path recorder supplies values to a trace along the path of the inputs.
     """
 
     def __init__(self, caster: Caster, path: PathRecorder | None = None) -> None:
@@ -197,36 +195,29 @@ class BelowTransforms(ProxyTorchDispatchMode):
         super().__init__(above.tracer, above.tracing_mode)
 
 
+@dataclass(slots=True)
 class OpRecorder:
     """Records one op of the model's code, and the policy's additions to it.
 
-    Args:
+    Attributes:
         caster: Decides about the op.
         path: Supplies values to a trace along the path of the inputs.
         by_torch: Torch's own method that records an op.
         mode: The dispatch mode of that method.
         types: Types of the tensors in the call.
+        by_values: Whether the last op was recorded by its values.
     """
 
-    def __init__(
-        self,
-        caster: Caster,
-        path: PathRecorder | None,
-        by_torch: Call,
-        mode: ProxyTorchDispatchMode,
-        types: Any,
-    ) -> None:
-        self._caster = caster
-        self._path = path
-        self._by_torch = by_torch
-        self._mode = mode
-        self._types = types
-        self._tracer_id = id(mode.tracer)
-        self._by_values = False  # whether the last op was recorded by its values
+    caster: Caster
+    path: PathRecorder | None
+    by_torch: Call
+    mode: ProxyTorchDispatchMode
+    types: Any
+    by_values: bool = False
 
     def trace(self, called: OpCalled) -> Any:
         """Record the op under the policy's decision, and return its result."""
-        caster = self._caster
+        caster = self.caster
         twin = twin_of(called.op)
         if twin is None and caster.splits(called):
             parts = self._parts(called)
@@ -234,23 +225,24 @@ class OpRecorder:
                 return parts
         if replayed_meta() is INSERTED:
             return self._record(OpRecord(IMPLICIT_CAST, inserted=True), called)
-        layer = caster.layer(running_layer(self._mode))
-        site = caster.site_of(called.op, layer[0], self._tracer_id)
-        called = caster.edited(site, called, self._insert)
+        layer = caster.layer(running_layer(self.mode))
+        site = caster.site_of(called.op, layer[0], id(self.mode.tracer))
+        if (edit := caster.edits.get(site)) is not None:
+            called = edit(called, caster.history, self._insert)
         record, dtype = caster.decide(site, called, layer)
         changed, original_args = caster.clipped(called, record.decision)
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         uncast = changed
-        changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
+        changed = caster.apply(record.decision, dtype, changed, self._cast, id(self.mode.tracer))
         rejection = self._rejection(changed)
         if rejection is not None:
             record = replace(record, decision=rejection)
             if rejection.reason == TOO_LARGE:  # also where the op names the dtype
                 changed = OpCalled(changed.op, *widened((changed.args, changed.kwargs)))
-            changed = caster.apply(rejection, dtype, changed, self._cast, self._tracer_id)
+            changed = caster.apply(rejection, dtype, changed, self._cast, id(self.mode.tracer))
         if twin is not None:
             with caster.twins.entered(twin.op, site):
-                return call_traced(twin, changed, self._mode, caster.write_count)
+                return call_traced(twin, changed, self.mode, caster.write_count)
         try:
             if caster.kernels.refuses(changed):
                 raise NotImplementedError
@@ -265,22 +257,25 @@ class OpRecorder:
     def _rejection(self, called: OpCalled) -> Decision | None:
         """Return the decision for an op that torch refuses to call; ``None`` if it takes its arguments."""
         # in a graph, and under a policy that changes graphs, numbers are tensors
-        calls = replayed_meta() is None and self._caster.rules.file.level == "calls"
+        calls = replayed_meta() is None and self.caster.rules.file.level == "calls"
         if calls and (number := rejected_number(called)) is not None:
-            return too_large(number)
-        complaint = self._caster.kernels.complaint(called)
-        return None if complaint is None else mixed_dtypes(complaint)
+            why = f"torch rejects {number}: value cannot be converted without overflow"
+            return Decision(Cast.FLOAT32, None, TOO_LARGE, why)
+        complaint = self.caster.kernels.complaint(called)
+        if complaint is None:
+            return None
+        return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
 
     def _parts(self, called: OpCalled) -> Any:
         """Record the ops of a composite op; ``NotImplemented`` where it refuses its dtypes as a whole."""
         try:
             kernel = called.op.decompose if is_composite(called.op) else composite_kernel(called.op)
             assert kernel is not None
-            with self._mode:
+            with self.mode:
                 return kernel(*called.args, **called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            refused = says_no_kernel(error) or self._caster.kernels.complaint(called) is not None
-            if not refused and (self._path is None or not needs_values(error)):
+            refused = says_no_kernel(error) or self.caster.kernels.complaint(called) is not None
+            if not refused and (self.path is None or not needs_values(error)):
                 raise
             return NotImplemented
 
@@ -297,7 +292,7 @@ class OpRecorder:
             if result is not NotImplemented:
                 return record, called, result
         record = replace(record, decision=NO_KERNEL)
-        called = self._caster.apply(NO_KERNEL, dtype, uncast, self._cast, self._tracer_id)
+        called = self.caster.apply(NO_KERNEL, dtype, uncast, self._cast, id(self.mode.tracer))
         return record, called, self._record_result(record, called)
 
     def _clamped(self, record: OpRecord, result: Any) -> Any:
@@ -310,7 +305,7 @@ class OpRecorder:
 
     def _cast(self, value: torch.Tensor, target: torch.dtype) -> Any:
         record = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
-        if isinstance(self._mode, BelowTransforms):
+        if isinstance(self.mode, BelowTransforms):
             return self._record(record, OpCalled(aten._to_copy.default, (value,), {"dtype": target}))
         return self._record(record, OpCalled(aten.to.dtype, (value, target), {}))
 
@@ -335,8 +330,8 @@ class OpRecorder:
     def _record(self, record: OpRecord, called: OpCalled, by: Call | None = None) -> Any:
         """Record one op with torch's own method, or ``by`` another, and attach the record to its nodes."""
         record = replace(record, no_grad=not _gradients_enabled())
-        last = next(iter(reversed(self._mode.tracer.graph.nodes)), None)
-        self._by_values = False
+        last = next(iter(reversed(self.mode.tracer.graph.nodes)), None)
+        self.by_values = False
         try:
             # the flags that the author's code reads must not make autocast act below the tracer
             with without_autocast():
@@ -345,32 +340,32 @@ class OpRecorder:
             self._drop_after(last)
             raise
         # an op with several results is followed by one node for each
-        record = replace(record, by_values=self._by_values)
+        record = replace(record, by_values=self.by_values)
         for node in self._nodes_after(last):
             if isinstance(node.target, OpOverload):
                 node.meta[META_KEY] = record
         return result
 
     def _nodes_after(self, last: fx.Node | None) -> list[fx.Node]:
-        return list(itertools.takewhile(lambda n: n is not last, reversed(self._mode.tracer.graph.nodes)))
+        return list(itertools.takewhile(lambda n: n is not last, reversed(self.mode.tracer.graph.nodes)))
 
     def _drop_after(self, last: fx.Node | None) -> None:
         for node in self._nodes_after(last):
-            self._mode.tracer.graph.erase_node(node)
+            self.mode.tracer.graph.erase_node(node)
 
     def _call(self, record: OpRecord, called: OpCalled, by: Call | None, last: fx.Node | None) -> Any:
         """Record one op, and compute its FP32 values where the trace needs values."""
-        mode, path = self._mode, self._path
+        mode, path = self.mode, self.path
         try:
             if by is not None:
-                result = by(mode, called.op, called.args, called.kwargs)
+                result = by(mode, called)
             else:
-                result = self._by_torch(mode, called.op, self._types, called.args, called.kwargs)
+                result = self.by_torch(mode, called.op, self.types, called.args, called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if path is None or not (needs_values(error) or path.runs(called)):
                 raise
             self._drop_after(last)
-            self._by_values = needs_values(error)
+            self.by_values = needs_values(error)
             return path.record(mode, called, record.original_args)
         if path is not None and result is not NotImplemented:
             path.values.follow(called, record.original_args, result)

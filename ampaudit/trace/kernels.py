@@ -17,17 +17,16 @@ from ampaudit.trace.fake_model import fake_like
 from ampaudit.trace.internals import (
     FakeTensor,
     ProxyTorchDispatchMode,
-    proxy_of,
-    track_tensor_tree,
     unset_fake_temporarily,
     without_autocast,
     without_modes,
 )
 from ampaudit.trace.isolation import seeded
-from ampaudit.trace.op_calls import OpCalled
+from ampaudit.trace.op_calls import OpCalled, record_described
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
+    empty_example,
     example_size,
     is_foreign,
     named_arguments,
@@ -75,7 +74,7 @@ def says_no_kernel(error: Exception) -> bool:
 
 def takes_low_precision(called: OpCalled) -> bool:
     """Return whether an argument of a call is a 16-bit tensor."""
-    return any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in _tensors(called))
+    return any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in called.tensors)
 
 
 class KernelTrials:
@@ -102,7 +101,7 @@ class KernelTrials:
 
         Only a mix with a 16-bit dtype counts, and only if the op accepts float32 in place of 16 bits.
         """
-        dtypes = tuple(tensor.dtype for tensor in _tensors(called))
+        dtypes = tuple(tensor.dtype for tensor in called.tensors)
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         if len(floats) < 2 or floats.isdisjoint(LOW_PRECISION_DTYPES) or "c10d" in called.op.namespace:
             return None
@@ -119,7 +118,7 @@ def rejected_number(called: OpCalled) -> str | None:
     names = _CONVERTED.get(base_name(called.op).rstrip("_"))
     if names is None:
         return None
-    arguments = named_arguments(called.op, called.args, called.kwargs)
+    arguments = called.named
     tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
     dtype = arguments.get("dtype") or next((t.dtype for t in tensors if t.dtype is not torch.bool), None)
     if dtype not in LOW_PRECISION_DTYPES:
@@ -132,11 +131,6 @@ def rejected_number(called: OpCalled) -> str | None:
     return None
 
 
-def _tensors(called: OpCalled) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves((called.args, called.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(map(example_size, tensor.shape)), tensor.dtype, tensor.device
 
@@ -146,15 +140,12 @@ def _error(called: OpCalled, *, wide: bool = False) -> Exception | None:
 
     Large tensors are tried on the meta device.
     """
-    large = sum(math.prod(map(example_size, tensor.shape)) for tensor in _tensors(called)) > _LARGEST
+    large = sum(math.prod(map(example_size, tensor.shape)) for tensor in called.tensors) > _LARGEST
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
-        sizes, strides = (
-            [example_size(size) for size in numbers] for numbers in (tensor.shape, tensor.stride())
-        )
         dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
-        device = "meta" if large and not is_foreign(called.op) else tensor.device
-        return torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_()
+        device = torch.device("meta") if large and not is_foreign(called.op) else tensor.device
+        return empty_example(tensor, dtype, device).zero_()
 
     try:
         with without_modes(), torch.no_grad(), without_autocast(), seeded(0):
@@ -193,23 +184,16 @@ def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [size if length == -1 else int(length) for size, length in zip(sizes, lengths, strict=True)]
 
 
-def record_half_fourier(
-    mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def record_half_fourier(mode: ProxyTorchDispatchMode, called: OpCalled) -> Any:
     """Record a float16 transform that CUDA supports; ``NotImplemented`` otherwise."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    if not fakes or any(size & (size - 1) for size in signal_sizes(op, args, kwargs)):
+    fakes = [tensor for tensor in called.tensors if isinstance(tensor, FakeTensor)]
+    if not fakes or any(n & (n - 1) for n in signal_sizes(called.op, called.args, called.kwargs)):
         return NotImplemented
     try:
         with unset_fake_temporarily():
-            meta_leaves = [on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            meta_args, meta_kwargs = pytree.tree_unflatten(meta_leaves, structure)
-            described = op(*meta_args, **meta_kwargs)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, on_meta, (called.args, called.kwargs))
+            described = called.op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
         return NotImplemented
     result = fake_like(described, fakes[0].fake_mode, described.dtype, fakes[0].device)
-    proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    proxy_args, proxy_kwargs = pytree.tree_unflatten(proxies, structure)
-    proxy = mode.tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=base_name(op))
-    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+    return record_described(mode, called, result)

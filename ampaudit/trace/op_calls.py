@@ -10,14 +10,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.core.ops import having
 from ampaudit.policy.schema import Constants
-from ampaudit.trace.internals import disable_proxy_modes_tracing, without_modes
+from ampaudit.trace.internals import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    proxy_of,
+    track_tensor_tree,
+    without_modes,
+)
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -26,18 +33,20 @@ from ampaudit.trace.opnames import (
     named_arguments,
     op_name,
 )
-from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of, tensors_in
 
 __all__ = [
-    "Bypass",
+    "LOOKING_BACK",
     "Edit",
-    "FuseLogSigmoid",
-    "FuseLogSoftmax",
     "History",
     "OpCalled",
     "ReplaceConstant",
     "ScaleOperand",
+    "bypass",
     "functional_overload",
+    "fuse_log_sigmoid",
+    "fuse_log_softmax",
+    "record_described",
     "refuse_mixed_product",
     "resize_outputs",
     "with_dtype",
@@ -65,6 +74,20 @@ class OpCalled:
     def named(self) -> dict[str, Any]:
         """The arguments by name; those left at their default are absent."""
         return named_arguments(self.op, self.args, self.kwargs)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, also those in lists."""
+        return tensors_in((self.args, self.kwargs))
+
+
+def record_described(mode: ProxyTorchDispatchMode, called: OpCalled, result: Any) -> Any:
+    """Record a call whose (fake) result was found without torch's tracer, and return the result."""
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: proxy_of(mode, tensor), (called.args, called.kwargs)
+    )
+    proxy = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
+    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
 
 
 def with_dtype(called: OpCalled) -> OpCalled:
@@ -207,13 +230,8 @@ class History:
         return entry[1] if entry is not None else None
 
 
-class Edit(Protocol):
-    """One edit; ``looks_back`` says whether it needs the call that returned its input."""
-
-    looks_back: ClassVar[bool]
-
-    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """Return the op to trace instead; ``emit(op, *args)`` traces further ops before it."""
+# returns the op to trace instead; ``emit(op, *args)`` traces further ops before it
+Edit = Callable[[OpCalled, History, Emit], OpCalled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +245,6 @@ class ReplaceConstant:
 
     old: float
     new: float
-    looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
         """Return the same op with the new number."""
@@ -242,35 +259,29 @@ class ReplaceConstant:
         )
 
 
-class FuseLogSoftmax:
-    """Replaces ``log(softmax(x))`` by ``log_softmax(x)``."""
-
-    looks_back: ClassVar[bool] = True
-
-    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """Return the fused op in place of the log."""
-        del emit
-        producer = history.of(called.args[0])
-        if producer is None or base_name(producer.op) != "softmax":
-            return called
-        return OpCalled(aten.log_softmax.int, producer.args, producer.kwargs)
+def fuse_log_softmax(called: OpCalled, history: History, emit: Emit) -> OpCalled:
+    """Replace ``log(softmax(x))`` by ``log_softmax(x)``."""
+    del emit
+    producer = history.of(called.args[0])
+    if producer is None or base_name(producer.op) != "softmax":
+        return called
+    return OpCalled(aten.log_softmax.int, producer.args, producer.kwargs)
 
 
-class FuseLogSigmoid:
-    """Replaces ``log(sigmoid(x))`` by ``logsigmoid(x)``, ``log(1 - sigmoid(x))`` by ``logsigmoid(-x)``."""
+def fuse_log_sigmoid(called: OpCalled, history: History, emit: Emit) -> OpCalled:
+    """Replace ``log(sigmoid(x))`` by ``logsigmoid(x)``, ``log(1 - sigmoid(x))`` by ``logsigmoid(-x)``."""
+    producer, negative = history.of(called.args[0]), False
+    if producer is not None and base_name(producer.op) in ("rsub", "sub"):
+        tensors = [arg for arg in producer.args[:2] if isinstance(arg, torch.Tensor)]
+        producer, negative = history.of(tensors[-1]), True
+    if producer is None or base_name(producer.op) != "sigmoid":
+        return called
+    x = producer.args[0]
+    return OpCalled(aten.log_sigmoid.default, (emit(aten.neg.default, x) if negative else x,), {})
 
-    looks_back: ClassVar[bool] = True
 
-    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """Return the fused op in place of the log."""
-        producer, negative = history.of(called.args[0]), False
-        if producer is not None and base_name(producer.op) in ("rsub", "sub"):
-            tensors = [arg for arg in producer.args[:2] if isinstance(arg, torch.Tensor)]
-            producer, negative = history.of(tensors[-1]), True
-        if producer is None or base_name(producer.op) != "sigmoid":
-            return called
-        x = producer.args[0]
-        return OpCalled(aten.log_sigmoid.default, (emit(aten.neg.default, x) if negative else x,), {})
+# the edits that need the call that returned their input
+LOOKING_BACK: tuple[Edit, ...] = (fuse_log_softmax, fuse_log_sigmoid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +292,6 @@ class ScaleOperand:
     """
 
     factor: float
-    looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
         """Return the product with the scaled operand."""
@@ -294,12 +304,7 @@ class ScaleOperand:
         return OpCalled(called.op, (emit(aten.mul.Scalar, first, self.factor), *rest), called.kwargs)
 
 
-class Bypass:
-    """Skips an op: its first operand becomes the result."""
-
-    looks_back: ClassVar[bool] = False
-
-    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """Return a view of the operand."""
-        del history, emit
-        return OpCalled(aten.alias.default, called.args[:1], {})
+def bypass(called: OpCalled, history: History, emit: Emit) -> OpCalled:
+    """Skip an op: a view of its first operand becomes the result."""
+    del history, emit
+    return OpCalled(aten.alias.default, called.args[:1], {})

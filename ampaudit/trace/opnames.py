@@ -27,6 +27,7 @@ __all__ = [
     "base_name",
     "composite_kernel",
     "converts",
+    "empty_example",
     "example_size",
     "is_composite",
     "is_foreign",
@@ -199,20 +200,18 @@ class InnerOps:
         """
         if torch.Tag.nondeterministic_seeded in op.tags:  # a call would draw from the user's generator
             return False
-        if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
+        kernel = composite_kernel(op)
+        if kernel is None or is_view(op) or inner_op(op_name(op)) is not None:
             return False
         key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
         if key not in self._names:
-            self._names[key] = _inner_ops(op, args, kwargs)
+            self._names[key] = _inner_ops(kernel, args, kwargs)
         return bool(self._names[key] & (names if is_composite(op) else names & _PRODUCTS))
 
 
-def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+def _inner_ops(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
     """Return the policy names of the ops that a composite op calls before it reads values."""
-    kernel = composite_kernel(op)
     recorder = _OpNames()
-    if kernel is None:
-        return frozenset()
     with without_modes(), torch.no_grad(), without_autocast(), recorder:
         try:
             meta_args = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
@@ -225,8 +224,13 @@ def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the meta device with the sizes and strides of another one."""
-    sizes, strides = ([example_size(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
-    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
+    return empty_example(tensor, tensor.dtype, torch.device("meta"))
+
+
+def empty_example(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor with the sizes and strides that another one has in this trace."""
+    sizes, strides = (list(map(example_size, numbers)) for numbers in (tensor.shape, tensor.stride()))
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def example_size(size: int | torch.SymInt) -> Any:

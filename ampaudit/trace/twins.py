@@ -24,7 +24,7 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import is_composite, is_foreign, op_name, written_values
 from ampaudit.trace.stack import calling_line, is_tool_file
-from ampaudit.trace.values import UNKNOWN_SIZE, dtype_name, inexact, sizes_of, storage_id
+from ampaudit.trace.values import UNKNOWN_SIZE, dtype_name, inexact, sizes_of, storage_id, tensors_in
 
 __all__ = [
     "OpenTwins",
@@ -265,11 +265,7 @@ class OpenTwins:
 def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any], writes: Writes) -> Any:
     """Trace a twin in place of its op, and return results in new memory with the layout of the op's results.
 
-    Args:
-        twin: The twin of the op.
-        called: The op's call, with the policy's casts.
-        mode: Dispatch mode that records ops while active.
-        writes: Function that counts the writes to a tensor's memory so far.
+    ``mode`` records ops while active; ``writes`` counts the writes to a tensor's memory so far.
 
     Raises:
         TwinFailed: The twin raises, changes an argument that the op does not change, or returns other shapes
@@ -277,7 +273,7 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
     """
     expected = _described(called)
     written_ids = {id(value) for value in written_values(called.op, called.args, called.kwargs)}
-    unwritten = [t for t in _tensors((called.args, called.kwargs)) if id(t) not in written_ids]
+    unwritten = [tensor for tensor in called.tensors if id(tensor) not in written_ids]
     before = [writes(tensor) for tensor in unwritten]
     with mode:
         result = as_returned(twin, called.op, twin(called.op, called.args, called.kwargs))
@@ -285,8 +281,7 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
             raise twin.failed("changes an argument that the op leaves alone")
         if expected is not None:
             compare_kinds(twin, expected, result)
-        used_memory = {storage_id(tensor) for tensor in _tensors((called.args, called.kwargs))}
-
+        used_memory = set(map(storage_id, called.tensors))
         leaves, structure = pytree.tree_flatten(result)
         kinds = leaves if expected is None else pytree.tree_leaves(expected)
         for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
@@ -320,12 +315,10 @@ def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
     Raises:
         TwinFailed: The results differ in number, shape or dtype.
     """
-    pairs = list(zip(_tensors(expected), _tensors(result), strict=False))
-    if len(_tensors(expected)) != len(_tensors(result)):
-        raise twin.failed(
-            f"returns {len(_tensors(result))} tensors; the op returns {len(_tensors(expected))}"
-        )
-    for op, actual in pairs:
+    op_tensors, twin_tensors = tensors_in(expected), tensors_in(result)
+    if len(op_tensors) != len(twin_tensors):
+        raise twin.failed(f"returns {len(twin_tensors)} tensors; the op returns {len(op_tensors)}")
+    for op, actual in zip(op_tensors, twin_tensors, strict=True):
         sizes = zip(sizes_of(op), sizes_of(actual), strict=False)
         alike = all(a == b or UNKNOWN_SIZE in (a, b) for a, b in sizes) and op.ndim == actual.ndim
         if not alike or op.dtype != actual.dtype:
@@ -334,7 +327,7 @@ def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
 
 def _described(called: OpCalled) -> Any:
     """Return the op's result on fake tensors; ``None`` where nothing describes it."""
-    fakes = [t.fake_mode for t in _tensors((called.args, called.kwargs)) if isinstance(t, FakeTensor)]
+    fakes = [tensor.fake_mode for tensor in called.tensors if isinstance(tensor, FakeTensor)]
     shapes = fakes[0].shape_env if fakes else None
     try:
         with (
@@ -344,10 +337,6 @@ def _described(called: OpCalled) -> Any:
             return called.op(*called.args, **called.kwargs)
     except Exception:  # whatever a user's description raises
         return None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _kind(value: Any) -> str:
@@ -396,15 +385,12 @@ class TwinCheck(TorchDispatchMode):
         own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         with preserved():  # so that a kernel that draws random numbers draws the same
             twin_result = as_returned(twin, op, twin(op, own_args, own_kwargs))
-        kernel_outputs, twin_outputs = (
-            written_values(op, args, kwargs),
-            written_values(op, own_args, own_kwargs),
-        )
         try:
             result = op(*args, **kwargs)
         except Exception as error:  # whatever a kernel raises that this device cannot run
             self.unchecked[twin.op] = _reason(error)
-            for output, value in zip(kernel_outputs, twin_outputs, strict=True):
+            outputs = written_values(op, args, kwargs)
+            for output, value in zip(outputs, written_values(op, own_args, own_kwargs), strict=True):
                 output.copy_(value)
             return twin_result
         compare_kinds(twin, result, twin_result)

@@ -40,6 +40,7 @@ __all__ = [
     "sizes_of",
     "sizes_vary",
     "storage_id",
+    "tensors_in",
     "torch_dtype",
     "widened",
 ]
@@ -81,6 +82,11 @@ def inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, such as the arguments of a call."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def float_value(value: Any) -> torch.Tensor | None:
     """Return the first floating-point tensor of an op's (fake) result, if there is one."""
     for item in value if isinstance(value, list | tuple) else (value,):
@@ -89,17 +95,10 @@ def float_value(value: Any) -> torch.Tensor | None:
     return None
 
 
-def _known_size(size: Any) -> int | None:
-    """Return the size as a number, or ``None`` if it depends on the data (``x[x > 0]``, ``nonzero``)."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    number: int | None = size.node.maybe_as_int()
-    return number
-
-
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return a tensor's shape, with ``UNKNOWN_SIZE`` for data-dependent sizes; empty for no tensor."""
-    numbers = [_known_size(size) for size in getattr(value, "shape", ())]
+    """Return a tensor's shape, with ``UNKNOWN_SIZE`` for sizes that depend on data; empty for no tensor."""
+    sizes = getattr(value, "shape", ())
+    numbers = (s.node.maybe_as_int() if isinstance(s, torch.SymInt) else int(s) for s in sizes)
     return tuple(UNKNOWN_SIZE if number is None else number for number in numbers)
 
 
@@ -112,8 +111,7 @@ def fits(value: torch.Tensor, sizes: tuple[int, ...]) -> bool:
 
 def sizes_vary(value: Any) -> bool:
     """Return whether some tensor of a traced result has a data-dependent size."""
-    items = value if isinstance(value, list | tuple) else (value,)
-    return any(UNKNOWN_SIZE in sizes_of(item) for item in items)
+    return any(UNKNOWN_SIZE in sizes_of(tensor) for tensor in tensors_in(value))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -136,8 +134,7 @@ class SharedMemory:
 
     def of(self, value: Any) -> frozenset[int]:
         """Return the memories of a traced value, one for each tensor in it."""
-        items = value if isinstance(value, list | tuple) else (value,)
-        return frozenset(self._root(storage_id(item)) for item in items if isinstance(item, torch.Tensor))
+        return frozenset(self._root(storage_id(tensor)) for tensor in tensors_in(value))
 
     def _root(self, number: int) -> int:
         while number in self._same:
@@ -158,8 +155,7 @@ def computing_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the 16-bit dtype to which a call with these (fake) arguments converts operands, if any."""
     if not (torch.Tag.pointwise in op.tags or _numbers_in_16_bits(op)):
         return None
-    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    dtype = promoted(tensors)
+    dtype = promoted(tensors_in((args, kwargs)))
     return dtype if dtype in LOW_PRECISION_DTYPES else None
 
 

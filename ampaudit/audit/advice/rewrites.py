@@ -33,12 +33,12 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.op_calls import (
-    Bypass,
     Edit,
-    FuseLogSigmoid,
-    FuseLogSoftmax,
     ReplaceConstant,
     ScaleOperand,
+    bypass,
+    fuse_log_sigmoid,
+    fuse_log_softmax,
 )
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
@@ -274,7 +274,7 @@ def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
 
 def log_softmax(flow: Flow, site: Site) -> Edits | None:
     """Return the edit of a ``log`` that reads a softmax."""
-    return {site.id: FuseLogSoftmax()} if _logarithm_of(flow, site, "softmax") is not None else None
+    return {site.id: fuse_log_softmax} if _logarithm_of(flow, site, "softmax") is not None else None
 
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
@@ -288,7 +288,7 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
         inner = _maker(flow, arguments.get("self")) if one_minus else None
         if inner is None or not _is_untouched(flow, inner, "sigmoid"):
             return None
-    return {site.id: FuseLogSigmoid()}
+    return {site.id: fuse_log_sigmoid}
 
 
 def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
@@ -309,7 +309,7 @@ def scaling_edits(flow: Flow, site: Site) -> Edits | None:
     if scaling is None:
         return None
     factor, readers = scaling
-    return {site.id: ScaleOperand(factor), **{reader.id: Bypass() for reader in readers}}
+    return {site.id: ScaleOperand(factor), **{reader.id: bypass for reader in readers}}
 
 
 def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:

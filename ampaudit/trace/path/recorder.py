@@ -36,20 +36,18 @@ from ampaudit.trace.internals import (
     fx_tracing,
     looking_up_fake_tensors,
     patched,
-    proxy_of,
     recording_mode,
-    track_tensor_tree,
     without_autocast,
     without_modes,
     without_symbols,
     without_torch_function,
 )
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.op_calls import OpCalled
-from ampaudit.trace.opnames import base_name, converts, written_values
+from ampaudit.trace.op_calls import OpCalled, record_described
+from ampaudit.trace.opnames import converts, written_values
 from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.stack import calling_line, is_tool_file, running_lines
-from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, widened
+from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, tensors_in, widened
 
 __all__ = [
     "READING",
@@ -144,7 +142,7 @@ class PathRecorder:
             Replacement(torch, f.__name__, tensor_of(_stacking(f))) for f in (torch.tensor, torch.as_tensor)
         ]
         makers.append(Replacement(torch, "from_numpy", tensor_of(torch.from_numpy)))
-        makers.append(Replacement(FakeTensor, "new_tensor", _stacked_like))
+        makers.append(Replacement(FakeTensor, "new_tensor", _new_tensor))
         methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
         indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
         with patched([*reads, *numbers, builtins, *makers, *indexing]), hidden_trace():
@@ -181,8 +179,7 @@ class PathRecorder:
     ) -> Any:
         """Record an op whose result torch cannot describe without values."""
         values = self.values.call(called, original_args)
-        leaves, structure = pytree.tree_flatten((called.args, called.kwargs))
-        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        fakes = [tensor for tensor in called.tensors if isinstance(tensor, FakeTensor)]
         described = values if called.op.namespace == "aten" else self._in_own_dtypes(called, values)
         dtypes = {fake.dtype for fake in fakes} & set(CASTABLE_DTYPES)
         low = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -191,11 +188,7 @@ class PathRecorder:
             dtype = low if described is values and value.dtype is torch.float32 else value.dtype
             return fake_like(value, fakes[0].fake_mode, dtype)
 
-        result = pytree.tree_map_only(torch.Tensor, fake_of, described)
-        proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(proxies, structure)
-        proxy = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
-        result = track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+        result = record_described(mode, called, pytree.tree_map_only(torch.Tensor, fake_of, described))
         self.values.give_result(result, values)
         self.keep(mode, result)  # Python may branch on the size
         return result
@@ -207,24 +200,15 @@ class PathRecorder:
     def keep(self, mode: ProxyTorchDispatchMode, result: Any) -> None:
         """Keep an op even if nothing uses its result; later random numbers depend on those drawn before."""
         with mode:
-            VALUE_SIZED([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)], 0)
+            VALUE_SIZED(tensors_in(result), 0)
 
     def _in_own_dtypes(self, called: OpCalled, values: Any) -> Any:
         """Call an op in the dtypes of the trace to learn the dtypes of its results."""
-
-        def real(tensor: torch.Tensor) -> torch.Tensor:
-            return self.values.of(tensor).to(tensor.dtype)
-
-        with computing():
-            args, kwargs = pytree.tree_map_only(torch.Tensor, real, (called.args, called.kwargs))
-            results = called.op(*args, **kwargs)
+        results = self.values.call_in_own_dtypes(called)
         shapes = [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(results)]
         if shapes == [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(values)]:
             return results
-        dtypes = [getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(results)]
-        leaves, structure = pytree.tree_flatten(values)
-        placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
-        return pytree.tree_unflatten(placed, structure)
+        return pytree.tree_map(lambda v, r: v.to(r.dtype) if hasattr(r, "dtype") else v, values, results)
 
 
 def _reading(recorder: PathRecorder, name: str) -> Callable[..., Any]:
@@ -269,8 +253,7 @@ def _stacked_positions(index: Any) -> Any:
     return torch.tensor(index) if held else index
 
 
-def _stacked_like(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
-    """Return ``tensor.new_tensor(data)``."""
+def _new_tensor(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
     return torch.tensor(data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
@@ -408,19 +391,23 @@ class Fp32Values:
                 return result.clone()  # in 16 bits, a cast is a copy
             return result
 
+    def call_in_own_dtypes(self, called: OpCalled) -> Any:
+        """Return the result of an op on copies of the values, in the dtypes of the trace."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return self.of(tensor).to(tensor.dtype, copy=True)
+
+        with computing(), preserved():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (called.args, called.kwargs))
+            return called.op(*args, **kwargs)
+
     def runs(self, called: OpCalled) -> bool:
         """Return whether the kernel of an op takes these tensors in the dtypes of the trace.
 
         Torch's function for fake tensors may be stricter, as for ``_grouped_mm``.
         """
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return self.of(tensor).to(tensor.dtype, copy=True)
-
         try:
-            with computing(), preserved():
-                args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (called.args, called.kwargs))
-                called.op(*args, **kwargs)
+            self.call_in_own_dtypes(called)
         except Exception:  # whatever a kernel raises
             return False
         return True
@@ -476,11 +463,7 @@ def refuse_path(traced: TracedModel, what: str) -> None:
 
 
 class PathNumbering(SiteNumbering):
-    """Assigns to the ops of a path the ids that earlier paths have at the same source line.
-
-    Args:
-        known: Sites of earlier paths.
-    """
+    """Assigns to the ops of a path the ids that earlier paths have at the same source line."""
 
     def __init__(self, earlier: Sequence[Site]) -> None:
         super().__init__(site.id for site in earlier)
