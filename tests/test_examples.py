@@ -56,16 +56,14 @@ def test_the_sentence_model_keeps_its_meaning() -> None:
     from ampaudit.core.formats import FLOAT16
     from ampaudit.policy import load_policy
     from ampaudit.trace import TraceConfig, trace
-    from ampaudit.trace.converted import attach_weights
+    from tests.support.native import run_converted
 
     source = open_source(str(EXAMPLES / "sentence_encoder.py"), SourceConfig())
     batch = source.batches[0]
     rules = load_policy("torch-cuda")
-    converted = attach_weights(
-        trace(source.model, batch.args, batch.kwargs, TraceConfig(rules, rules, FLOAT16))
-    )
+    traced = trace(source.model, batch.args, batch.kwargs, TraceConfig(rules, rules, FLOAT16))
     with torch.no_grad():
-        low = converted.graph_module()(*converted.arguments(list(batch.kwargs.values())))[0].float()
+        low = run_converted(traced, list(batch.kwargs.values()))[0].float()
         full = source.model(**batch.kwargs).last_hidden_state
     low, full = (torch.nn.functional.normalize(t.mean(1), dim=-1) for t in (low, full))
     torch.testing.assert_close(low @ low.T, full @ full.T, atol=1e-3, rtol=0)

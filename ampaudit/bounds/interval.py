@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampaudit.trace.values import fits
-
 __all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "hull", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
@@ -132,17 +130,6 @@ class Interval:
         low, high = torch.maximum(self.low, other.low), torch.minimum(self.high, other.high)
         mean = self.mean if other.mean is None else other.mean
         return Interval(self.shape, low, high, self.norms or other.norms, self.sums or other.sums, mean)
-
-    def contains(self, value: torch.Tensor) -> bool:
-        """Return whether a value lies within the ends and norms; for tests."""
-        if not fits(value, self.shape):
-            return False
-        wide = value.double()
-        inside = bool(((wide >= self.low) & (wide <= self.high)).all())
-        norms = all(bool((wide.norm(dim=a, keepdim=True) <= n).all()) for a, n in self.norms.items())
-        sums = all(bool((wide.abs().sum(a, keepdim=True) <= n).all()) for a, n in self.sums.items())
-        mean = self.mean is None or bool((wide.mean(-1).abs() <= self.mean).all())
-        return inside and norms and sums and mean
 
 
 def finite(ends: torch.Tensor, sign: int) -> torch.Tensor:

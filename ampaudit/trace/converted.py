@@ -65,33 +65,10 @@ class ConvertedModel:
     copies: dict[str, WeightCopy]
     release: Release | None = None
 
-    def working(self, node: str) -> torch.Tensor:
-        """Return the working copy for a node, rounded from its master to nearest even."""
-        copy = self.copies[node]
-        return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
-
     def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
         """Return the master of a working copy, clipped if the policy clips weights before rounding."""
         clip = self.traced.clip if placeholder in self.copies else None
         return clipped(master, clip) if clip is not None else master
-
-    def graph_module(self) -> fx.GraphModule:
-        """Return the converted graph as a module; its inputs are ``arguments`` of a batch."""
-        return fx.GraphModule({}, self.traced.graph)
-
-    def arguments(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return values for every placeholder: weights in their stored dtype, then the batch's tensors."""
-        remaining = iter(inputs)
-        values: list[torch.Tensor] = []
-        for place in self.traced.placeholders:
-            if place.slot is Slot.INPUT:
-                value = next(remaining)
-                values.append(value.to(place.dtype) if value.is_floating_point() else value)
-            elif place.node in self.copies:
-                values.append(self.working(place.node))
-            else:
-                values.append(self.masters[place.node].detach())
-        return values
 
     @property
     def weight_bytes(self) -> dict[str, int]:

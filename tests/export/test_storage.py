@@ -17,6 +17,7 @@ from ampaudit.policy.schema import Constants
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights, clipped
 from ampaudit.trace.fake_model import named_tensors, stored_dtypes
+from tests.support.native import run_converted
 
 
 def t5(name: str) -> Any:
@@ -124,8 +125,7 @@ def test_apex_o2_equals_a_model_made_by_hand() -> None:
     x = torch.randn(2, 3, 8, 8)
     expected = by_hand(x.half()).float()
     traced = trace(model, (x,), {}, TraceConfig(load_policy("apex-o2"), load_policy("torch-cuda"), FLOAT16))
-    converted = attach_weights(traced)
-    (found,) = converted.graph_module()(*converted.arguments([x]))
+    (found,) = run_converted(traced, [x])
     assert found.dtype is torch.float32
     assert torch.equal(found, expected)
 

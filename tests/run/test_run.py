@@ -20,6 +20,7 @@ from ampaudit.run.meter import FULL_CALL, Meter
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
+from tests.support.native import run_converted
 from tests.support.planted import WIDTH, TwoBranches
 from tests.support.planted import scan_under_autocast as scan
 from tests.support.zoo import ZOO
@@ -231,11 +232,9 @@ def test_the_converted_graph_runs_and_equals_real_half() -> None:
     zoo = ZOO["bert"]()
     model = zoo.model.eval()
     rules = load_policy("half")
-    converted = attach_weights(
-        trace(model, (), zoo.kwargs, TraceConfig(rules, load_policy("torch-cuda"), FLOAT16))
-    )
+    traced = trace(model, (), zoo.kwargs, TraceConfig(rules, load_policy("torch-cuda"), FLOAT16))
     with torch.no_grad():
-        found = converted.graph_module()(*converted.arguments(list(zoo.kwargs.values())))
+        found = run_converted(traced, list(zoo.kwargs.values()))
         expected = copy.deepcopy(model).half()(**zoo.kwargs)
     assert found[0].dtype is torch.float16
     torch.testing.assert_close(found[0], expected.last_hidden_state, rtol=2e-2, atol=2e-2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
@@ -18,6 +18,7 @@ from ampaudit.run.program import compile_program
 from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.graph import Slot
 
 Function = Callable[..., Any]
 FORMATS: dict[torch.dtype, NumberFormat] = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -42,6 +43,18 @@ class Calls(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.function(*args, **self.kwargs)
+
+
+def run_converted(traced: TracedModel, inputs: list[torch.Tensor]) -> Any:
+    """What a traced graph gives for a batch, with weights and inputs in the dtypes that it stores."""
+    converted, remaining = attach_weights(traced), iter(inputs)
+    values: list[torch.Tensor] = []
+    for place in traced.placeholders:
+        value = next(remaining) if place.slot is Slot.INPUT else converted.masters[place.node].detach()
+        if place.node in converted.copies:
+            value = converted.unrounded(place.node, value)
+        values.append(value.to(place.dtype) if value.is_floating_point() else value)
+    return fx.GraphModule({}, traced.graph)(*values)
 
 
 def emulated(

@@ -14,8 +14,8 @@ import ampaudit
 from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.trace import TraceConfig, TracedModel, trace
-from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.fake_model import named_tensors, stored_dtypes
+from tests.support.native import run_converted
 
 
 class Buffers(nn.Module):
@@ -104,11 +104,10 @@ def test_each_tensor_is_stored_and_each_op_runs_as_after_half(name: str, dtype: 
     changed = stored_dtypes(model, load_policy("half").file.weights, lower)
     own = {n: t.dtype for n, t in named_tensors(model).items()}
     assert {n: t.dtype for n, t in named_tensors(real).items()} == own | changed
-    converted = attach_weights(made)
     assert all(
         m.dtype == own[p.name] for p in made.placeholders if p.name in own for m in [made.tensors[p.node]]
     )
-    found = converted.graph_module()(*converted.arguments([given]))[0]
+    found = run_converted(made, [given])[0]
     expected = real(x.to(lower))
     expected = expected[0] if isinstance(expected, tuple) else expected
     assert found.dtype == expected.dtype

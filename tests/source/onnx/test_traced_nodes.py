@@ -17,10 +17,10 @@ from ampaudit.policy import plain_fp32
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.capture import TraceConfig
-from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.tracing import trace
+from tests.support.native import run_converted
 from tests.support.onnx_known_failures import KNOWN_FAILURES
 from tests.support.onnx_nodes import NodeTest, node_tests, same
 
@@ -35,9 +35,8 @@ def traced_failure(test: NodeTest) -> str | None:
     rules = plain_fp32()
     torch.manual_seed(0)
     traced = trace(model, (), given, TraceConfig(rules, rules, FLOAT16, path=PathTracing.FALLBACK))
-    converted = attach_weights(traced)
     with torch.no_grad():
-        found = converted.graph_module()(*converted.arguments(tensor_leaves((), given)))
+        found = run_converted(traced, tensor_leaves((), given))
     return same(list(pytree.tree_leaves(found)), test.outputs, test.rtol, test.atol)
 
 
