@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of
+from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of, tensors_in
 
 __all__ = ["Bound", "BoundTable", "assumptions", "bound", "contains"]
 
@@ -127,7 +127,7 @@ class _BoundPass:
         value = node.meta.get("val")
         if isinstance(node.target, WriteThrough):
             return self._union(node)
-        shapes = [sizes_of(item) for item in _items(value)]
+        shapes = [sizes_of(item) for item in tensors_in(value)]
         input_sizes = {size for source in node.all_input_nodes for size in self._sizes(source)}
         varies = UNKNOWN_SIZE in input_sizes or any(UNKNOWN_SIZE in shape for shape in shapes)
         if op is None or entry is None or not shapes:
@@ -164,7 +164,7 @@ class _BoundPass:
 
     def _uncovered_op(self, name: str, value: Any) -> Interval | list[Interval]:
         """Return unknown intervals, and note the op if it computes numbers that could overflow."""
-        if any(item.is_floating_point() or item.is_complex() for item in _items(value)):
+        if any(item.is_floating_point() or item.is_complex() for item in tensors_in(value)):
             self._uncovered[name] = None
         return _unknown(value)
 
@@ -239,18 +239,12 @@ def _sound(interval: Interval) -> bool:
 
 
 def _unknown(value: Any) -> Interval | list[Interval]:
-    items = [any_value(sizes_of(item), item.dtype) for item in _items(value)]
+    items = [any_value(sizes_of(item), item.dtype) for item in tensors_in(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 
 
-def _items(value: Any) -> Iterator[torch.Tensor]:
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item
-
-
 def _dtypes(value: Any) -> list[torch.dtype | None]:
-    return [item.dtype for item in _items(value)] or [None]
+    return [item.dtype for item in tensors_in(value)] or [None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from ampaudit.bounds.interval import Interval, between, symmetric, unbounded
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, can_represent, rounding
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, can_represent, rounding, widened_once
 from ampaudit.bounds.transfers import (
     ELEMENTARY,
     OpCall,
@@ -76,18 +76,6 @@ def _norm_of(call: OpCall, interval: Interval, axis: int) -> torch.Tensor:
     return norm if interval.shape[place] == size else norm * math.sqrt(size)
 
 
-def _sum(call: OpCall, a: Interval, b: Interval, factor: float) -> Interval:
-    """Bound ``a + factor * b``: ends add up; so do norms, by the triangle inequality."""
-    scaled = sorted_ends(b.low * factor, b.high * factor) if factor else (b.low * 0, b.low * 0)
-    axes = set(_aligned(call, a)) | set(_aligned(call, b))
-    size = abs(factor)
-    norms = {axis: _norm_of(call, a, axis) + size * _norm_of(call, b, axis) for axis in axes}
-    result = output_interval(call, a.low + scaled[0], a.high + scaled[1], norms)
-    if (a.mean is not None or b.mean is not None) and call.shape:
-        result = replace(result, mean=_mean_of(call, a) + size * _mean_of(call, b))
-    return result
-
-
 def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lower and the upper of two ends, elementwise."""
     return torch.minimum(first, second), torch.maximum(first, second)
@@ -115,18 +103,24 @@ def reversed_subtract(call: OpCall) -> Interval:
 
 
 def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
-    """Bound ``first + sign * alpha * second``."""
+    """Bound ``first + sign * alpha * second``: ends add up; so do norms, by the triangle inequality."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
     a, b = call.interval(first), call.interval(second)
-    result = _sum(call, a, b, sign * alpha)
+    factor, size = sign * alpha, abs(alpha)
+    scaled = sorted_ends(b.low * factor, b.high * factor) if factor else (b.low * 0, b.low * 0)
+    axes = set(_aligned(call, a)) | set(_aligned(call, b))
+    norms = {axis: _norm_of(call, a, axis) + size * _norm_of(call, b, axis) for axis in axes}
+    result = output_interval(call, a.low + scaled[0], a.high + scaled[1], norms)
+    if (a.mean is not None or b.mean is not None) and call.shape:
+        result = replace(result, mean=_mean_of(call, a) + size * _mean_of(call, b))
     if alpha in (1, -1, 0):
         return result
     if not call.dtype.is_floating_point:
         return result if alpha.is_integer() else unbounded(call.shape)
-    scaled = abs(alpha) * b.peak  # rounded, to float32 or 16 bits, before it is added
-    return result.widened(0.0, scaled * 2.0**-8) if scaled < call.limit else unbounded(call.shape)
+    reach = size * b.peak  # rounded, to float32 or 16 bits, before it is added
+    return result.widened(0.0, reach * 2.0**-8) if reach < call.limit else unbounded(call.shape)
 
 
 @transfer("mul.Tensor", "mul.Scalar", "multiply.Tensor", integers=True)
@@ -199,7 +193,7 @@ def _power(call: OpCall, exponent: float, x: Interval) -> Interval:
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
     if not exponent.is_integer():  # log(x), at most 104 in float32, multiplies its rounding error
         slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)
-    return _widened_by(output_interval(call, low, high), slack)
+    return widened_once(output_interval(call, low, high), slack, 0.0)
 
 
 @transfer("pow.Scalar")
@@ -215,7 +209,7 @@ def _power_of_number(call: OpCall, base: float, x: Interval) -> Interval:
     low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
     # the base is rounded to float32 at worst, and x multiplies that error
     slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
-    return _widened_by(output_interval(call, low, high), slack)
+    return widened_once(output_interval(call, low, high), slack, 0.0)
 
 
 def _either_power(
@@ -228,11 +222,6 @@ def _either_power(
         reduce(torch.minimum, (each.low for each in intervals)),
         reduce(torch.maximum, (each.high for each in intervals)),
     )
-
-
-def _widened_by(result: Interval, slack: float) -> Interval:
-    wide = result.widened(slack)
-    return replace(wide, low=torch.where(result.low >= 0, wide.low.clamp(min=0.0), wide.low))
 
 
 @transfer("square")
@@ -458,17 +447,10 @@ def _monotone(
     absolute: float = 0.0,
     exact: bool = False,
 ) -> None:
-    """Register an increasing function, which maps ends to ends.
+    """Register an increasing function between two limits, which is NaN below ``start``.
 
-    Args:
-        op: The op's overload.
-        function: The function of its ends.
-        low: Smallest value of the function.
-        high: Largest value of the function.
-        start: Start of its domain, below which it is NaN.
-        shrinks: Whether its magnitude never exceeds that of its input, so that norms stay valid.
-        absolute: Error of a library's polynomial near 0.
-        exact: Whether its values are exact.
+    One that ``shrinks`` never exceeds the magnitude of its input, so that norms stay valid. ``absolute`` is
+    the error of a library's polynomial near 0.
     """
 
     @transfer(op, exact=exact)

@@ -120,23 +120,17 @@ def product(call: OpCall) -> Interval:
     a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.arguments else "other")
     if len(a.shape) < 2 or len(b.shape) < 2:
         return unbounded(call.shape)
-    return _product_of(call.shape, a, b)
-
-
-def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
-    """Return the interval of ``a @ b`` for operands of two or more dimensions."""
-    inner, last = a.shape[-1], len(b.shape) - 1
+    shape, inner, last = call.shape, a.shape[-1], len(b.shape) - 1
     by_norm = times(a.norm(-1), b.norm(-2))
     by_sum = times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
     reach = torch.minimum(by_norm, by_sum) * (1 + summation_error(inner))
     result = symmetric(shape, reach)
-    norms = {}
     if last in b.norms or (len(a.shape) - 1) in a.sums:
         longest = b.norm(-1).amax(-2, keepdim=True)
         row = times(a.sum(-1), longest) * (1 + summation_error(inner))
         if shape[-1] == b.shape[-1]:
-            norms[len(shape) - 1] = row[(None,) * (len(shape) - row.ndim)]
-    return Interval(shape, result.low, result.high, norms)
+            return replace(result, norms={len(shape) - 1: row[(None,) * (len(shape) - row.ndim)]})
+    return result
 
 
 @transfer("scaled_dot_product_attention")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -24,51 +24,25 @@ __all__ = ["without_visible_writes", "written_memory"]
 _RESIZING = ("resize_", "resize_as_", "set_")  # after these, the values of views of the memory are unknown
 
 
-def _permuted(x: Interval, order: Sequence[int]) -> Interval:
-    place = {old: new for new, old in enumerate(order)}
-    shape = tuple(x.shape[old] for old in order)
-
-    def moved(axes: Axes) -> Axes:
-        return {place[axis]: norm.permute(*order) for axis, norm in axes.items()}
-
+@transfer("transpose.int", "swapdims", "swapaxes", "t", "mT", "numpy_T", "permute", moves=True)
+def permute(call: OpCall) -> Interval:
+    """Reorder the axes: as ``dims`` says, in reverse, or with two of them (the last two) swapped."""
+    x = call.interval("self")
+    order = list(range(len(x.shape)))
+    names = (name for name in ("dim0", "dim1", "axis0", "axis1") if name in call.arguments)
+    first, second = [int(call.arg(name)) for name in names] or (-1, -2)
+    if call.name == "permute":
+        order = [int(axis) % len(x.shape) for axis in call.arg("dims")]
+    elif call.name == "numpy_T":
+        order.reverse()
+    elif len(order) > 1:
+        order[first], order[second] = order[second], order[first]
     if not order:
         return x
-    return Interval(shape, x.low.permute(*order), x.high.permute(*order), moved(x.norms), moved(x.sums))
-
-
-def _swapped(x: Interval, first: int, second: int) -> Interval:
-    order = list(range(len(x.shape)))
-    if order:
-        order[first], order[second] = order[second], order[first]
-    return _permuted(x, order)
-
-
-@transfer("transpose.int", "swapdims", "swapaxes", moves=True)
-def transpose(call: OpCall) -> Interval:
-    """Swap two axes."""
-    name = "axis" if call.name == "swapaxes" else "dim"
-    return _swapped(call.interval("self"), int(call.arg(f"{name}0")), int(call.arg(f"{name}1")))
-
-
-@transfer("t", "mT", moves=True)
-def transpose_last(call: OpCall) -> Interval:
-    """Swap the last two axes."""
-    x = call.interval("self")
-    return _swapped(x, -1, -2) if len(x.shape) > 1 else x
-
-
-@transfer("numpy_T", moves=True)
-def transpose_all(call: OpCall) -> Interval:
-    """Reverse all axes."""
-    x = call.interval("self")
-    return _permuted(x, list(reversed(range(len(x.shape)))))
-
-
-@transfer("permute", moves=True)
-def permute(call: OpCall) -> Interval:
-    """Reorder the axes."""
-    x = call.interval("self")
-    return _permuted(x, [int(axis) % len(x.shape) for axis in call.arg("dims")])
+    place = {old: new for new, old in enumerate(order)}
+    shape = tuple(x.shape[old] for old in order)
+    norms, sums = ({place[a]: n.permute(*order) for a, n in axes.items()} for axes in (x.norms, x.sums))
+    return Interval(shape, x.low.permute(*order), x.high.permute(*order), norms, sums)
 
 
 _RESHAPES = """

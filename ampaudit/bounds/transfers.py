@@ -74,27 +74,16 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One op and the bounds of its inputs.
-
-    Attributes:
-        node: Node of the graph.
-        op: The overload that the node calls.
-        arguments: Arguments by name, including defaults; values of the graph are nodes.
-        intervals: Interval, or list of intervals, of each node.
-        known: Weights and constants by node.
-        limit: Largest finite value of the 16-bit format; sharper bounds are sought only beyond it.
-        shapes: Shapes of the outputs.
-        read: Names of the arguments that the transfer function has read.
-    """
+    """One op and the bounds of its inputs."""
 
     node: fx.Node
     op: OpOverload
-    arguments: Mapping[str, Any]
-    intervals: Mapping[fx.Node, Any]
-    known: Mapping[fx.Node, KnownTensor]
-    limit: float
-    shapes: list[tuple[int, ...]]
-    read: set[str] = field(default_factory=set)
+    arguments: Mapping[str, Any]  # by name, including defaults; values of the graph are nodes
+    intervals: Mapping[fx.Node, Any]  # an interval, or a list of intervals
+    known: Mapping[fx.Node, KnownTensor]  # weights and constants
+    limit: float  # largest finite value of the 16-bit format; sharper bounds are sought only beyond it
+    shapes: list[tuple[int, ...]]  # of the outputs
+    read: set[str] = field(default_factory=set)  # arguments that the transfer function has read
 
     @property
     def name(self) -> str:
@@ -205,21 +194,13 @@ Function = TypeVar("Function", bound=Transfer)
 
 @dataclass(frozen=True, slots=True)
 class RegisteredTransfer:
-    """A transfer function, and the ops that it applies to.
-
-    Attributes:
-        function: The transfer function.
-        integers: Whether it also describes the op on integers, apart from their wrap-around.
-        exact: Whether the op gives the same bits on every device, so that constants can be computed.
-        moves: Whether every output element is an element of the input, so that a weight stays known.
-        empty: Whether it accepts operands without elements.
-    """
+    """A transfer function, and the ops that it applies to."""
 
     function: Transfer
-    integers: bool = False
-    exact: bool = False
-    moves: bool = False
-    empty: bool = False
+    integers: bool = False  # whether it also describes the op on integers, apart from their wrap-around
+    exact: bool = False  # whether the op gives the same bits on every device: constants can be computed
+    moves: bool = False  # whether every output element is one of the input, so that a weight stays known
+    empty: bool = False  # whether it accepts operands without elements
 
 
 TRANSFERS: dict[OpOverload, RegisteredTransfer] = {}
