@@ -291,9 +291,7 @@ def capture(
             None
             if tracer is None
             else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
-            None
-            if path is None
-            else lambda fakes: path.begin(model, fake_model, values.inputs, fakes, values.buffers),
+            None if path is None else lambda fakes: path.begin(model, fake_model, fakes, values),
         )
     entry.train(model.training)
     for fake_module, module in zip(fake_model.modules(), model.modules(), strict=True):
@@ -314,7 +312,15 @@ def capture(
     )
     custom_code = CustomCode(tracer, current_layer)
     try:
-        with _tracing(config, caster, path), custom_code.watched():
+        with (
+            quiet(),
+            contextlib.nullcontext() if config.seed is None else seeded(config.seed),
+            torch.set_grad_enabled(config.differentiated),
+            autocast_visible(file.autocast, low_dtype),
+            mixed_recurrent_inputs() if file.weights.storage == "rounded" else contextlib.nullcontext(),
+            DispatchHook(caster, path).installed(),
+            custom_code.watched(),
+        ):
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
     except NarrowedDimensions as narrowed:
         return capture(model, args, kwargs, replace(config, dynamic=narrowed.shapes[0]))
@@ -355,21 +361,6 @@ def capture(
         path=None if path is None else tuple(path.reads.reads),
         rounded=rounded,
     )
-
-
-@contextlib.contextmanager
-def _tracing(config: TraceConfig, caster: Caster, path: PathRecorder | None) -> Iterator[None]:
-    """Set up torch's state for an export under a caster."""
-    rounds = config.rules.file.weights.storage == "rounded"
-    with (
-        quiet(),
-        contextlib.nullcontext() if config.seed is None else seeded(config.seed),
-        torch.set_grad_enabled(config.differentiated),
-        autocast_visible(config.rules.file.autocast, config.low_dtype),
-        mixed_recurrent_inputs() if rounds else contextlib.nullcontext(),
-        DispatchHook(caster, path).installed(),
-    ):
-        yield
 
 
 def _trace_backward(

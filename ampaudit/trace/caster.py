@@ -45,14 +45,13 @@ from ampaudit.trace.opnames import (
     argument_names,
     base_name,
     is_composite,
-    named_arguments,
     op_name,
     stays_whole,
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.twins import OpenTwins
-from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id, tensors_in
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id
 
 __all__ = [
     "HALF_FOURIER",
@@ -104,26 +103,16 @@ class Caster:
 
     Casts are shared: there is one per tensor and dtype until the tensor is written. The cache keeps the
     tensors alive, so that no id is reused.
-
-    Attributes:
-        rules: The policy.
-        author_rules: Rules inside an autocast region of the model's code.
-        dtype: The 16-bit format of the run.
-        facts: Extracts the facts about an op call.
-        planned: Decisions made on the whole graph, by site.
-        edits: Ops to rewrite, by site.
-        numberings: Assigns ids to ops, by tracer.
-        backward_name: Name of the custom backward that is being traced, or ``None``.
     """
 
     rules: RuleSet
-    author_rules: RuleSet
-    dtype: torch.dtype
+    author_rules: RuleSet  # inside an autocast region of the model's code
+    dtype: torch.dtype  # the 16-bit format of the run
     facts: FactFinder
-    planned: Mapping[SiteId, Decision]
-    edits: Mapping[SiteId, Edit]
-    numberings: defaultdict[int, SiteNumbering]
-    backward_name: str | None = None
+    planned: Mapping[SiteId, Decision]  # made on the whole graph
+    edits: Mapping[SiteId, Edit]  # of ops to rewrite
+    numberings: defaultdict[int, SiteNumbering]  # by tracer
+    backward_name: str | None = None  # of the custom backward that is being traced
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -149,10 +138,6 @@ class Caster:
     def write_count(self, tensor: torch.Tensor) -> int:
         """Count the writes to a tensor's memory so far."""
         return self._writes[storage_id(tensor)]
-
-    def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
-        """Return the layer whose op is being traced, or the custom backward."""
-        return layer if self.backward_name is None else (self.backward_name, layer[1])
 
     def region(self) -> Region:
         """Return the autocast region of the model's code, or of the op around ``vmap``."""
@@ -198,9 +183,8 @@ class Caster:
 
     def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
         """Return the decision for an op of a layer (path, class name), and the 16-bit dtype it implies."""
-        op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
-        facts = self.facts.of(op, args, kwargs, *layer, site)
+        facts = self.facts.of(called, *layer, site)
         replayed = replayed_record()
         backward = self.backward_name is not None or (replayed is not None and replayed.in_backward)
         decision, dtype = (
@@ -310,69 +294,53 @@ def _castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in CASTABLE_DTYPES
 
 
+@dataclass(eq=False)
 class FactFinder:
     """Extracts ``OpFacts`` from the calls of one trace.
 
     ``rounded`` are names of parameters and buffers whose values are rounded to 16 bits.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: str,
-        measured: Mapping[SiteId, Measurement],
-        rounded: frozenset[str] = frozenset(),
-    ) -> None:
-        self._rounded = rounded
-        self._model = model
-        self._dtype = dtype
-        self._measured = measured
-        self._modules = {layer_path(name): module for name, module in model.named_modules()}
+    model: nn.Module
+    dtype: str
+    measured: Mapping[SiteId, Measurement]
+    rounded: frozenset[str]
+
+    def __post_init__(self) -> None:
+        self._modules = {layer_path(name): module for name, module in self.model.named_modules()}
         self._names: dict[int, str] | None = None
 
-    def of(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        layer: str,
-        kind: str,
-        site: SiteId,
-    ) -> OpFacts:
+    def of(self, called: OpCalled, layer: str, kind: str, site: SiteId) -> OpFacts:
         """Return the facts about a call in a layer whose class is named ``kind``."""
-        arguments = named_arguments(op, args, kwargs)
-        module = self._modules.get(layer)
+        arguments, module = called.named, self._modules.get(layer)
+        names = map(self._name_of, called.tensors)
         return OpFacts(
-            op=op_name(op),
+            op=op_name(called.op),
             layer=layer,
-            dtype=self._dtype,
+            dtype=self.dtype,
             site=site,
             classes=(kind,)
             if module is None or isinstance(module, torch.fx.GraphModule)
             else class_names(type(module)),
             module=module,
-            parameters=self._parameters(args, kwargs),
+            parameters=tuple(name for name in names if name is not None),
             arguments={
                 name: dtype_name(value) if isinstance(value, torch.dtype) else value
                 for name, value in arguments.items()
                 if _is_plain(value)
             },
-            depth=reduction_depth(op, arguments),
-            measurement=self._measured.get(site),
+            depth=reduction_depth(called.op, arguments),
+            measurement=self.measured.get(site),
         )
 
     def is_rounded(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer whose values are rounded to 16 bits."""
-        return bool(self._rounded) and self._name_of(tensor) in self._rounded
-
-    def _parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-        names = map(self._name_of, tensors_in((args, kwargs)))
-        return tuple(name for name in names if name is not None)
+        return bool(self.rounded) and self._name_of(tensor) in self.rounded
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         if self._names is None:
             # the tracer has put its own tensors into the modules by now
-            self._names = {id(t): layer_path(name) for name, t in named_tensors(self._model).items()}
+            self._names = {id(t): layer_path(name) for name, t in named_tensors(self.model).items()}
         return self._names.get(id(tensor))
 
 

@@ -159,8 +159,7 @@ class Entry(nn.Module):
 def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """Copy tensors assigned to buffers into them, as torch.export does for the outermost module only.
 
-    Returns:
-        Names of buffers that changed their shape, which a graph cannot express.
+    Return the names of buffers that changed their shape, which a graph cannot express.
     """
     reshaped: list[str] = []
     for name, before in then.items():

@@ -36,7 +36,6 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = [
     "attempt_in_fp32",
-    "failing_line",
     "failing_lines",
     "fp32_copy",
     "lines_of",
@@ -239,12 +238,6 @@ def _met_packed_sequence(trace: TracebackType | None) -> bool:
     """Return whether a function that the error passed through held a packed sequence."""
     frames = (frame for frame, _ in traceback.walk_tb(trace))
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
-
-
-def failing_line(trace: TracebackType | None) -> SourceLine | None:
-    """Find the innermost line of the model's code in a traceback."""
-    user_line, library = failing_lines(trace)
-    return library or user_line
 
 
 def failing_lines(trace: TracebackType | None) -> tuple[SourceLine | None, SourceLine | None]:

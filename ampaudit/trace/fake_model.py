@@ -220,13 +220,15 @@ def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dty
             for n, t in tensors.items()
             if n in new_tensors and new_tensors[n].dtype != t.dtype
         }
-    return {
-        name: dtype
-        for name, dtype in cast.items()
-        if (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
-        and not _is_listed(name, listed)
-        and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
-    }
+
+    def is_cast_by_policy(name: str) -> bool:
+        path, _, own_name = name.rpartition(".")
+        # a checkpoint has no non-persistent buffers
+        loaded = weights.buffers == "all" or own_name not in modules[path]._non_persistent_buffers_set
+        keeps = _is_listed(name, listed) or any(_keeps(rule, name, modules[path]) for rule in rules)
+        return loaded and not keeps
+
+    return {name: dtype for name, dtype in cast.items() if is_cast_by_policy(name)}
 
 
 def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
@@ -247,11 +249,6 @@ def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
     respected = weights.keep_fp32_modules == "respect"
     what = "kept in FP32 as the author asks" if respected else "cast all the same, as this policy says"
     return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
-
-
-def _is_loaded(name: str, module: nn.Module) -> bool:
-    """Return whether a checkpoint contains the tensor, unlike a non-persistent buffer."""
-    return name.rpartition(".")[2] not in module._non_persistent_buffers_set
 
 
 def _fp32_modules(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:

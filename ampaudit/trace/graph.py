@@ -236,7 +236,8 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
 
 def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
     record: OpRecord | None = node.meta.get(META_KEY)
-    weight = _cast_weight(node, weights)
+    first = node.args[0] if node.args else None
+    weight = weights.get(first.name) if isinstance(first, fx.Node) else None
     meta = record.replayed if record is not None and record.replayed is not None else node.meta
     layer, layer_type = layer_of(meta.get("nn_module_stack") or {})
     if scope := meta.get(MODULE_SCOPE):
@@ -283,11 +284,6 @@ def results_of(node: fx.Node) -> Any:
         return node.meta.get("val")
     values = written_values(node.target, node.args, dict(node.kwargs))
     return [value.meta.get("val") for value in values if isinstance(value, fx.Node)]
-
-
-def _cast_weight(node: fx.Node, weights: dict[str, Placeholder]) -> Placeholder | None:
-    first = node.args[0] if node.args else None
-    return weights.get(first.name) if isinstance(first, fx.Node) else None
 
 
 def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) -> Role:

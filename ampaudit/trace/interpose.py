@@ -197,23 +197,14 @@ class BelowTransforms(ProxyTorchDispatchMode):
 
 @dataclass(slots=True)
 class OpRecorder:
-    """Records one op of the model's code, and the policy's additions to it.
-
-    Attributes:
-        caster: Decides about the op.
-        path: Supplies values to a trace along the path of the inputs.
-        by_torch: Torch's own method that records an op.
-        mode: The dispatch mode of that method.
-        types: Types of the tensors in the call.
-        by_values: Whether the last op was recorded by its values.
-    """
+    """Records one op of the model's code, and the policy's additions to it."""
 
     caster: Caster
     path: PathRecorder | None
-    by_torch: Call
+    by_torch: Call  # torch's own method that records an op
     mode: ProxyTorchDispatchMode
-    types: Any
-    by_values: bool = False
+    types: Any  # of the tensors in the call
+    by_values: bool = False  # whether the last op was recorded by its values
 
     def trace(self, called: OpCalled) -> Any:
         """Record the op under the policy's decision, and return its result."""
@@ -225,7 +216,8 @@ class OpRecorder:
                 return parts
         if replayed_meta() is INSERTED:
             return self._record(OpRecord(IMPLICIT_CAST, inserted=True), called)
-        layer = caster.layer(running_layer(self.mode))
+        path, kind = running_layer(self.mode)
+        layer = caster.backward_name or path, kind
         site = caster.site_of(called.op, layer[0], id(self.mode.tracer))
         if (edit := caster.edits.get(site)) is not None:
             called = edit(called, caster.history, self._insert)
@@ -329,7 +321,8 @@ class OpRecorder:
 
     def _record(self, record: OpRecord, called: OpCalled, by: Call | None = None) -> Any:
         """Record one op with torch's own method, or ``by`` another, and attach the record to its nodes."""
-        record = replace(record, no_grad=not _gradients_enabled())
+        replayed = replayed_record()  # a replayed op keeps its original mode
+        no_grad = not torch.is_grad_enabled() or (replayed is not None and replayed.no_grad)
         last = next(iter(reversed(self.mode.tracer.graph.nodes)), None)
         self.by_values = False
         try:
@@ -340,7 +333,7 @@ class OpRecorder:
             self._drop_after(last)
             raise
         # an op with several results is followed by one node for each
-        record = replace(record, by_values=self.by_values)
+        record = replace(record, no_grad=no_grad, by_values=self.by_values)
         for node in self._nodes_after(last):
             if isinstance(node.target, OpOverload):
                 node.meta[META_KEY] = record
@@ -379,12 +372,6 @@ def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
     if isinstance(error, RuntimeError) and says_no_kernel(error):
         return True
     return is_foreign(called.op) and takes_low_precision(called)
-
-
-def _gradients_enabled() -> bool:
-    """Return whether gradients are enabled; a replayed op keeps its original mode."""
-    replayed = replayed_record()
-    return torch.is_grad_enabled() and not (replayed is not None and replayed.no_grad)
 
 
 def running_layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:

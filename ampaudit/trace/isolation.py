@@ -161,7 +161,15 @@ class _Copier:
         instance = make(*map(self.copied, args))
         self._memo[id(value)] = instance
         if state is not None:
-            _set_state(instance, self.copied(state))
+            state = self.copied(state)
+            if hasattr(instance, "__setstate__"):
+                instance.__setstate__(state)
+            else:
+                pair = isinstance(state, tuple) and len(state) == 2
+                attributes, slots = state if pair else (state, None)
+                instance.__dict__.update(attributes or {})
+                for name, item in (slots or {}).items():
+                    setattr(instance, name, item)
         for item in items or ():
             instance.append(self.copied(item))
         for key, item in pairs or ():
@@ -233,13 +241,3 @@ _SPECIAL: Mapping[type, Callable[[_Copier, Any], Any]] = {
     types.CellType: _Copier.cell,
     weakref.ref: _Copier.weak,
 }
-
-
-def _set_state(instance: Any, state: Any) -> None:
-    if hasattr(instance, "__setstate__"):
-        instance.__setstate__(state)
-        return
-    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    instance.__dict__.update(attributes or {})
-    for name, item in (slots or {}).items():
-        setattr(instance, name, item)

@@ -17,8 +17,6 @@ from ampaudit.trace.values import dtype_name
 
 __all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]
 
-LOSS = "loss"
-
 
 @dataclass(frozen=True, slots=True)
 class _InputReference:
@@ -44,7 +42,7 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
-        setattr(self, LOSS, _Loss(loss))
+        self.loss = _Loss(loss)
         self.training = model.training
         self.output_dtype: torch.dtype | None = None  # of the model's outputs, before the loss
 
@@ -61,7 +59,7 @@ class WithLoss(nn.Module):
         item = pytree.tree_map(
             lambda leaf: inputs[leaf.index] if isinstance(leaf, _InputReference) else leaf, item
         )
-        return LossAndOutput(getattr(self, LOSS)(output, item), output)
+        return LossAndOutput(self.loss(output, item), output)
 
 
 class _Loss(nn.Module):

@@ -196,15 +196,10 @@ def resize_outputs(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor]
         op(*called.args, **kwargs)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     other = functional_overload(op)
-    if other is not None and _is_factory(op, other):
+    if other is not None and "dtype" in set(argument_names(other)) - set(argument_names(op)):
+        # it makes a tensor from numbers, in the dtype of ``out=``
         rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
     return rest, outs, [sizes_of(out) != size for out, size in zip(outs, before, strict=True)]
-
-
-def _is_factory(op: OpOverload, other: OpOverload) -> bool:
-    """Return whether an op makes a tensor from numbers, in the dtype of ``out=``."""
-    names = {argument.name for argument in op._schema.arguments}
-    return any(a.name == "dtype" and a.name not in names for a in other._schema.arguments)
 
 
 class History:

@@ -47,31 +47,19 @@ _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """The decision about one recorded op.
-
-    Attributes:
-        decision: The policy's decision and its reason.
-        site: Id of the op; ``None`` for an op that the policy added.
-        facts: Facts on which the decision is based.
-        inserted: Whether the op is a cast that the policy added.
-        original_args: FP32 values of the arguments that the policy changed, by position or name.
-        replayed: Metadata of the exported node that it replays, if the model is an exported program.
-        no_grad: Whether the model's code switches gradients off here.
-        in_backward: Whether the op is part of a custom backward.
-        by_values: Whether its sizes depend on values, which the trace took from the inputs.
-        twin: The call of a custom op whose twin calls this op.
-    """
+    """The decision about one recorded op."""
 
     decision: Decision
-    site: SiteId | None = None
+    site: SiteId | None = None  # ``None`` for an op that the policy added
     facts: OpFacts | None = None
-    inserted: bool = False
+    inserted: bool = False  # whether the op is a cast that the policy added
+    # FP32 values of the arguments that the policy changed, by position or name
     original_args: Mapping[int | str, Any] = field(default_factory=dict)
-    replayed: Mapping[str, Any] | None = None
-    no_grad: bool = False
-    in_backward: bool = False
-    by_values: bool = False
-    twin: TwinCall | None = None
+    replayed: Mapping[str, Any] | None = None  # metadata of the node of an exported program
+    no_grad: bool = False  # whether the model's code switches gradients off here
+    in_backward: bool = False  # whether the op is part of a custom backward
+    by_values: bool = False  # whether its sizes depend on values, which the trace took from the inputs
+    twin: TwinCall | None = None  # the call of a custom op whose twin calls this op
 
 
 def replayed_meta() -> Mapping[str, Any] | None:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
@@ -63,13 +64,10 @@ def calling_line() -> SourceLine | None:
 def _frames(stack_trace: str) -> list[SourceLine]:
     frames: list[SourceLine] = []
     lines = stack_trace.splitlines()
-    for index, text in enumerate(lines):
-        match = _FRAME.match(text)
-        if not match:
-            continue
-        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
-        code = "" if _FRAME.match(following) else following
-        frames.append(SourceLine(forward_slashes(match["file"]), int(match["line"]), code))
+    for text, following in zip_longest(lines, lines[1:], fillvalue=""):
+        if match := _FRAME.match(text):
+            code = "" if _FRAME.match(following) else following.strip()
+            frames.append(SourceLine(forward_slashes(match["file"]), int(match["line"]), code))
     return frames
 
 

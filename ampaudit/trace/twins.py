@@ -32,7 +32,6 @@ __all__ = [
     "TwinCall",
     "TwinCheck",
     "TwinFailed",
-    "active_twins",
     "call_traced",
     "known_twins",
     "twin",
@@ -195,11 +194,6 @@ def known_twins() -> tuple[int, ...]:
 def twin_of(op: OpOverload) -> Twin | None:
     """Return the twin through which an op is audited; ``None`` where twins are not used."""
     return _TWINS.get(str(op)) if _ACTIVE.get() else None
-
-
-def active_twins() -> bool:
-    """Return whether a twin may be used."""
-    return bool(_TWINS) and _ACTIVE.get()
 
 
 @contextmanager
@@ -408,7 +402,7 @@ def _reason(error: Exception) -> str:
 
 def twins_checked(check: TwinCheck | None = None) -> AbstractContextManager[Any]:
     """Return a context in which kernels that do not run here are replaced by their twins, if any is used."""
-    return (check or TwinCheck()) if active_twins() else nullcontext()
+    return (check or TwinCheck()) if _TWINS and _ACTIVE.get() else nullcontext()
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -416,11 +410,7 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None:
-    """Compare results within the rounding of FP32.
-
-    Raises:
-        TwinFailed: A value differs by more.
-    """
+    """Compare results within the rounding of FP32; raise ``TwinFailed`` if a value differs by more."""
     for op, actual in zip(pytree.tree_leaves(expected), pytree.tree_leaves(results), strict=True):
         if not isinstance(op, torch.Tensor) or torch.equal(op, actual):
             continue

@@ -89,10 +89,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def float_value(value: Any) -> torch.Tensor | None:
     """Return the first floating-point tensor of an op's (fake) result, if there is one."""
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor) and item.is_floating_point():
-            return item
-    return None
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.trace.failure import failing_line, plain_reason
+from ampaudit.trace.failure import failing_lines, plain_reason
 from ampaudit.trace.flatten import (
     BACKWARD_END,
     BACKWARD_START,
@@ -129,7 +129,9 @@ class BackwardTracer:
                     with within(f"{item.layer}/{item.name}" if item.layer else item.name):
                         gradients, leaves = self._traced(item, reached, parameters)
                     if isinstance(gradients, Exception):
-                        failure, line = plain_reason(gradients), failing_line(gradients.__traceback__)
+                        failure = plain_reason(gradients)
+                        user_line, library = failing_lines(gradients.__traceback__)
+                        line = library or user_line
                         gradients, leaves = [], []
                     BACKWARD_END(gradients, item.number, leaves)
                     source = line or item.source
@@ -213,35 +215,20 @@ class Hooks(OrderedDict[int, Callable[..., Any]]):
 
 @dataclass(slots=True, eq=False)
 class FunctionApplication:
-    """One call of a custom autograd function.
+    """One call of a custom autograd function."""
 
-    Attributes:
-        number: Number of the call in the graph's marks.
-        layer: Path of the layer that calls the function.
-        function: The function's class.
-        args: Arguments of the call.
-        context: Its ``ctx``, which is its node in autograd's graph.
-        outputs: Values that the call returned.
-        differentiable: Positions of the outputs that require a gradient.
-        saved: Tensors saved for the backward; ``None`` if the function saved none.
-        dirty: Whether the function writes to its inputs.
-        materializes: Whether missing gradients are passed as zeros.
-        before: Hooks on the gradients that the backward takes.
-        after: Hooks on the gradients that the backward returns.
-    """
-
-    number: int
-    layer: str
-    function: Any
+    number: int  # in the graph's marks
+    layer: str  # path of the layer that calls the function
+    function: Any  # its class
     args: tuple[Any, ...]
-    context: Any = None
+    context: Any = None  # its ``ctx``, which is its node in autograd's graph
     outputs: tuple[Any, ...] = ()
-    differentiable: tuple[int, ...] = ()
-    saved: tuple[Any, ...] | None = None
-    dirty: bool = False
-    materializes: bool = True
-    before: Hooks = field(default_factory=Hooks)
-    after: Hooks = field(default_factory=Hooks)
+    differentiable: tuple[int, ...] = ()  # positions of the outputs that require a gradient
+    saved: tuple[Any, ...] | None = None  # tensors for the backward; ``None`` if the function saved none
+    dirty: bool = False  # whether the function writes to its inputs
+    materializes: bool = True  # whether missing gradients are passed as zeros
+    before: Hooks = field(default_factory=Hooks)  # on the gradients that the backward takes
+    after: Hooks = field(default_factory=Hooks)  # on the gradients that the backward returns
 
     @property
     def name(self) -> str:

@@ -111,15 +111,13 @@ class PathRecorder:
         self,
         model: nn.Module,
         fake_model: nn.Module,
-        inputs: Sequence[torch.Tensor],
         fakes: Sequence[torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        given: GivenValues,
     ) -> None:
         """Give the weights and inputs of a trace their values."""
         with computing():
-            self.values.give_model(model, fake_model, buffers)
-            for fake, tensor in zip(fakes, inputs, strict=True):
-                self.values.give_input(fake, tensor)
+            self.values.give_model(model, fake_model, given.buffers)
+            self.values.give_result(fakes, [writable(tensor, None) for tensor in given.inputs])
         for fake in (*fakes, *fake_model.parameters()):
             if isinstance(fake, FakeTensor):
                 without_symbols(fake.fake_mode)
@@ -363,10 +361,6 @@ class Fp32Values:
             else:
                 value = writable(buffers.get(layer_path(name), real[name]), None)
             vars(fake)[_VALUE] = value
-
-    def give_input(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Give a fake input the value of a real one."""
-        vars(fake)[_VALUE] = writable(tensor, None)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the FP32 value of a tensor of the trace; a real one is a constant."""
