@@ -48,17 +48,11 @@ class DuplicateTransfer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """A weight or constant whose value is known.
+    """A weight or constant whose value is known, and the error of that as the graph's value."""
 
-    Attributes:
-        tensor: The value, before the graph rounds it.
-        relative: Relative error of ``tensor`` as the graph's value.
-        absolute: Absolute error, in addition.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # before the graph rounds it
     relative: float = 0.0
-    absolute: float = 0.0
+    absolute: float = 0.0  # in addition
 
     @property
     def wide(self) -> torch.Tensor:

@@ -151,9 +151,7 @@ class _Op:
         return self.site.layer, self.base
 
     def __str__(self) -> str:
-        numbers = [
-            format_number(c) for c in self.constants if isinstance(c, float) and not isinstance(c, bool)
-        ]
+        numbers = [format_number(constant) for constant in self.constants if isinstance(constant, float)]
         return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
 
 
@@ -163,17 +161,15 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | No
     Casts do not count, since the FP32 run widens them. Mask values come last, since any number that is low
     enough masks.
     """
-    first, second = _ops(low), _ops(fp32)
-    differences = list(_differences(first, second))
+    differences = list(_differences(_ops(low), _ops(fp32)))
     if not differences:
         return None
     low_op, fp32_op = min((pair for pair, _ in differences), key=_masks)
     either_op = low_op or fp32_op
     assert either_op is not None
     site = either_op.site
-    lines = {
-        (op.site.source, op.site.layer) for pair, _ in differences if (op := pair[0] or pair[1]) is not None
-    }
+    ops = [first or second for (first, second), _ in differences]
+    lines = {(op.site.source, op.site.layer) for op in ops if op is not None}
     return CodeDifference(
         site=site.id,
         layer=site.layer,

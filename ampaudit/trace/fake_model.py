@@ -88,14 +88,9 @@ def make_fake_model(
 ) -> FakeModel:
     """Copy a model with fake tensors as its parameters and buffers.
 
-    Args:
-        model: The user's model; not changed.
-        mode: The fake mode that the trace will use.
-        dtypes: Dtypes of stored parameters and buffers by name; the others keep theirs.
-        convert: The model's own method that converts it to 16 bits, if the policy calls one: the copy gets
-            its other effects as well.
-        trained: Whether parameters keep ``requires_grad``.
-        hooked: Whether to copy the hooks of parameters.
+    ``dtypes`` are those of stored tensors by name; the others keep theirs. If the policy calls the model's
+    own method that converts it to 16 bits (``convert``), the copy gets the method's other effects as well.
+    Parameters keep ``requires_grad`` if ``trained``, and their hooks if ``hooked``.
     """
     originals = named_tensors(model)
     source = model if convert is None else without_data(model, convert)

@@ -83,12 +83,8 @@ def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> 
 
     A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
     Objects that cannot be copied (locks, files, handles), or that release something when they are collected,
-    are shared.
-
-    Args:
-        model: Not changed.
-        replace: Replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
-            each parameter to itself makes a copy that shares parameters and has buffers of its own.
+    are shared. ``replace`` has replacements by the ``id`` of a tensor or a module; other tensors are cloned.
+    A mapping of each parameter to itself makes a copy that shares parameters and has buffers of its own.
     """
     clone: Module = _Copier(replace or {}).copied(model)
     return clone

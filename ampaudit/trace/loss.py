@@ -34,9 +34,7 @@ def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
 class WithLoss(nn.Module):
     """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
-    Args:
-        model: The user's model.
-        loss: ``loss(output)`` or ``loss(output, batch)``; ``None`` where the output is, or holds, a loss.
+    The loss is ``loss(output)`` or ``loss(output, batch)``, or ``None`` where the output is, or has, one.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:

@@ -287,11 +287,7 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
 
 
 def as_returned(twin: Twin, op: OpOverload, result: Any) -> Any:
-    """Return a twin's result in the containers of the op's schema.
-
-    Raises:
-        TwinFailed: The number or type of the results does not match the schema.
-    """
+    """Return a twin's result in the containers of the op's schema; raise ``TwinFailed`` if it has others."""
     count = len(op._schema.returns)
     several = isinstance(result, tuple | list)
     if count == 0 and result is not None:
@@ -304,11 +300,7 @@ def as_returned(twin: Twin, op: OpOverload, result: Any) -> Any:
 
 
 def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
-    """Compare the number, shapes and dtypes of results.
-
-    Raises:
-        TwinFailed: The results differ in number, shape or dtype.
-    """
+    """Compare results; raise ``TwinFailed`` if they differ in number, shape or dtype."""
     op_tensors, twin_tensors = tensors_in(expected), tensors_in(result)
     if len(op_tensors) != len(twin_tensors):
         raise twin.failed(f"returns {len(twin_tensors)} tensors; the op returns {len(op_tensors)}")

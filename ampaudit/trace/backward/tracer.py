@@ -292,15 +292,12 @@ class TensorHook:
     layer: str
     value: torch.Tensor
     hooks: Hooks = field(default_factory=Hooks)
+    call: None = None  # hooks are not called on their own
 
     @property
     def name(self) -> str:
         """The name for messages."""
         return next((getattr(hook, "__qualname__", "hook") for hook in self.hooks.values()), "hook")
-
-    @property
-    def call(self) -> None:
-        """Hooks are not called on their own."""
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -541,27 +538,19 @@ class _Node:
 class _Section:
     """The nodes of one custom backward, which are consecutive."""
 
-    end: fx.Node
+    number: int
     nodes: list[fx.Node]
+    gradients: list[Any]  # that it returns, ``None`` if absent; those of leaves come last
+    leaves: list[fx.Node]  # whose gradient it sets
     values: list[fx.Node] = field(default_factory=list)  # read from the forward pass or another backward
     shared: list[fx.Node] = field(default_factory=list)  # read by another backward
-
-    @property
-    def gradients(self) -> list[Any]:
-        """The returned gradients, ``None`` if absent; those of leaves come last."""
-        return list(self.end.args[0])  # type: ignore[arg-type]
-
-    @property
-    def leaves(self) -> list[fx.Node]:
-        """The leaves whose gradient it sets."""
-        return list(self.end.args[2])  # type: ignore[arg-type]
 
 
 def separate_backwards(traced: TracedModel) -> TracedModel:
     """Move custom backwards into graphs of their own; a mark saves the values that each of them needs."""
     if not traced.custom_backwards:
         return traced
-    sections = {mark_number(section.end): section for section in _sections(traced.graph)}
+    sections = {section.number: section for section in _sections(traced.graph)}
     owner = {node: number for number, section in sections.items() for node in section.nodes}
     for number, section in sections.items():
         used = dict.fromkeys(n for node in section.nodes for n in node.all_input_nodes)
@@ -610,7 +599,8 @@ def _sections(graph: fx.Graph) -> Iterator[_Section]:
             nodes = []
         elif node.target is BACKWARD_END:
             assert nodes is not None, "a backward starts before it ends"
-            yield _Section(node, nodes)
+            gradients, number, leaves = node.args
+            yield _Section(number, nodes, list(gradients), list(leaves))
             nodes = None
         elif nodes is not None:
             nodes.append(node)
