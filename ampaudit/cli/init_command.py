@@ -43,7 +43,6 @@ def init_command(directory: Path, output: Path | None, *, force: bool, debug: bo
     The file makes the model and random inputs as the project does, as far as its code says how. Adapt it,
     then run 'ampaudit scan' on it.
     """
-    del debug  # the program reads it
     from ampaudit.cli.project_models import models_of
     from ampaudit.core.errors import InputError
     from ampaudit.core.files import check_writable, write_text

@@ -130,7 +130,6 @@ def _group(option: click.Option) -> str:
 
 def _one_path(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> Path | None:
     """Return the path of an option; click by itself would drop all but the last."""
-    del context, parameter
     if len(paths) > 1:
         raise click.BadParameter(f"takes one path, not {len(paths)}: {', '.join(map(describe, paths))}")
     return paths[0] if paths else None
@@ -284,7 +283,6 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
 
 
 def _switched_off(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    del context, parameter
     return not value
 
 

@@ -127,7 +127,6 @@ class Completed(StringParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the names that begin with the last part of the input; else let the shell list files."""
-        del ctx, param
         before, comma, last = incomplete.rpartition(",")
         names = self.names() if self.names is not None else ()
         items = [

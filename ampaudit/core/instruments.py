@@ -39,7 +39,6 @@ RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
 
 
 def _no_cells(section: Any) -> Mapping[str, Mapping[str, Any]]:
-    del section
     return {}
 
 

@@ -104,7 +104,6 @@ class Deferred:
         _program.deferred += _in_main_thread()
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        del kind
         _program.deferred -= _in_main_thread()
         if not _program.deferred and _is_pending():
             raise KeyboardInterrupt
@@ -179,7 +178,6 @@ def _is_pending() -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    del frame
     first, _program.signal = _program.signal is None, _program.signal or number
     if _program.ending.locked():
         return

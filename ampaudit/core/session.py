@@ -15,7 +15,6 @@ Progress = Callable[[str, int, int], None]
 
 def silent(phase: str, done: int, total: int) -> None:
     """Report no progress."""
-    del phase, done, total
 
 
 @dataclass(frozen=True, slots=True)

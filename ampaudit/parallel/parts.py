@@ -85,12 +85,10 @@ class FilePart(Share):
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether a batch belongs to the part."""
-        del phase
         return number % self._count == self._index
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
         """Store the records for ``save``, and end: ``ampaudit merge`` does the rest."""
-        del phase, progress
         self._local = local
         raise PartDone
 
@@ -228,7 +226,6 @@ class MergedParts(Share):
 
     def describe(self, location: str, identity: Identity) -> None:
         """Raise an ``InputError`` if the audit differs from that of the parts."""
-        del location
         if what := identity.difference(self._first.part.identity):
             raise InputError(
                 f"{self._first.name} was written with {what}",
@@ -237,12 +234,10 @@ class MergedParts(Share):
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether a batch runs here, which is only in the second pass."""
-        del number
         return phase == "re-auditing"
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
         """Return the joined record of all parts for each policy; see ``Share``."""
-        del progress
         if phase == "re-auditing":
             return join_parts([local])
         raise_first(self._failures)

@@ -108,7 +108,6 @@ class RankShare(Share):
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this rank runs a batch, after a check of the other ranks."""
-        del phase
         self._board.moved(self.rank)
         if self._monitor.is_due():
             self._check_others(self._passes + 1)
@@ -518,7 +517,6 @@ class _Stage(Route):
 
     def passed(self, call: str) -> int:
         """Return the number of segments that earlier ranks run."""
-        del call
         return self._segments.start
 
     def load(self, call: str) -> bytes:

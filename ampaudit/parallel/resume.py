@@ -150,7 +150,6 @@ class _StateDirectory(Route):
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Save the state of a call after a segment, and remove the previous one."""
-        del count
         earlier = list(self._states(call))
         write_bytes(self._directory / f"{call}.{passed}.state", pack(), force=True)
         for path in earlier:

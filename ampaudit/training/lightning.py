@@ -30,7 +30,6 @@ class LightningHealthCallback(HealthRecorder, Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Forget the losses of the previous step: this batch may have none."""
-        del trainer, pl_module, batch, batch_idx
         self._forget()
 
     def _forget(self) -> None:
@@ -40,7 +39,6 @@ class LightningHealthCallback(HealthRecorder, Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Add a loss to those of the next step."""
-        del pl_module
         self._forget()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         loss = loss.detach()
@@ -54,7 +52,6 @@ class LightningHealthCallback(HealthRecorder, Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the loss of a step that is about to be taken."""
-        del pl_module
         losses = self._losses_of(trainer.optimizers.index(optimizer), trainer.optimizers)
         if self._monitor is not None and losses:
             loss = torch.stack(losses).sum()
@@ -76,15 +73,12 @@ class LightningHealthCallback(HealthRecorder, Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the numbers of the last watched step."""
-        del trainer, outputs, batch, batch_idx
         pl_module.log_dict(self._latest(), batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop, and write the report."""
-        del pl_module
         self._stop(save=trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop, and write what was recorded until then."""
-        del pl_module, exception
         self._stop(save=trainer.is_global_zero)
