@@ -279,18 +279,15 @@ def diverged_at(losses: Sequence[float | None], reference: Sequence[float | None
 
 def smoothed_end(losses: Sequence[float | None]) -> float | None:
     """Return the mean of the last tenth; ``None`` if there is none, or one is not finite."""
-    last = losses[-max(len(losses) // 10, 1) :]
-    if not last or any(value is None for value in last):
-        return None
-    mean = sum(value for value in last if value is not None) / len(last)
-    return mean if math.isfinite(mean) else None
+    mean = _mean(losses[-max(len(losses) // 10, 1) :])
+    return mean if mean is not None and math.isfinite(mean) else None
 
 
 def _smoothed(losses: Sequence[float | None], width: int) -> list[float | None]:
     """Compute running means over ``width`` steps; ``None`` where one of them is not finite."""
-    means: list[float | None] = []
-    for end in range(1, len(losses) + 1):
-        window = losses[max(end - width, 0) : end]
-        values = [value for value in window if value is not None]
-        means.append(sum(values) / len(values) if len(values) == len(window) else None)
-    return means
+    return [_mean(losses[max(end - width, 0) : end]) for end in range(1, len(losses) + 1)]
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    values = [value for value in losses if value is not None]
+    return sum(values) / len(values) if values and len(values) == len(losses) else None

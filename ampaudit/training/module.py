@@ -288,7 +288,12 @@ def _transformed(
         copies[node] = transform(graph, node, graph.node_copy(node, lambda n: copies[n]))
         if node.op == "call_function" and not differentiable(node):
             copies[node] = _detached(graph, node, copies[node])
-    return _callable(graph)
+    _replicate_constants(graph)
+    graph.lint()
+    for node in graph.nodes:
+        node.meta = {}  # fake tensors and stack traces are not needed any more
+    run: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
+    return lambda values: tuple(run(*values))
 
 
 def _replicate_constants(graph: fx.Graph) -> None:
@@ -313,13 +318,3 @@ def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
     if not is_float or node.target is operator.getitem or isinstance(node.target, OnCopy):
         return copied
     return graph.call_function(torch.ops.aten.detach.default, (copied,))
-
-
-def _callable(graph: fx.Graph) -> Executable:
-    _replicate_constants(graph)
-    graph.lint()
-    for node in graph.nodes:
-        node.meta = {}  # fake tensors and stack traces are not needed any more
-    module = fx.GraphModule(nn.Module(), graph)
-    run: Callable[..., Any] = module.forward
-    return lambda values: tuple(run(*values))

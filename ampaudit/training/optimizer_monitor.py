@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, takewhile
 from typing import Any
 from weakref import ref
 
@@ -28,7 +29,7 @@ from ampaudit.core.text import plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, torch_dtype
-from ampaudit.training.prepare import own_part
+from ampaudit.training.prepare import own_part, parameters_of
 
 __all__ = ["LoopFormat", "OptimizerMonitor", "WrittenState"]
 
@@ -106,21 +107,19 @@ class OptimizerMonitor:
     def _find_parameters(self) -> None:
         """Add new parameters of the optimizer; groups may be added during the loop."""
         ids = {id(p) for p in self._parameters}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in ids:
-                    name = self._all_names.get(id(parameter), f"parameter[{len(self._parameters)}]")
-                    self._names.append(name)
-                    self._parameters.append(parameter)
+        for parameter in parameters_of(self.optimizer):
+            if id(parameter) not in ids:
+                name = self._all_names.get(id(parameter), f"parameter[{len(self._parameters)}]")
+                self._names.append(name)
+                self._parameters.append(parameter)
 
     def _hear_gradients(self) -> None:
         """Hook the gradients of parameters that are new or were unfrozen."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self._heard:
-                    self._heard.add(id(parameter))
-                    handle = parameter.register_post_accumulate_grad_hook(self._add_gradient)
-                    self._undo.append(handle.remove)
+        for parameter in parameters_of(self.optimizer):
+            if parameter.requires_grad and id(parameter) not in self._heard:
+                self._heard.add(id(parameter))
+                handle = parameter.register_post_accumulate_grad_hook(self._add_gradient)
+                self._undo.append(handle.remove)
 
     def _add_gradient(self, parameter: torch.Tensor) -> None:
         self.losses.add_gradient(parameter, in_closure=self._depth > 0)
@@ -132,16 +131,13 @@ class OptimizerMonitor:
         number = self.losses.step
         self._scale = _scale_of(self._scaler)
         result = step(optimizer, *args, **kwargs)
-        self._count_overflows(getattr(self._scaler, "overflowed", None))
+        # only ampaudit's own scaler reports overflows by rank
+        overflow = getattr(self._scaler, "overflowed", lambda _: None)(self.optimizer)
+        if overflow is not None:
+            self._overflows = overflow if self._overflows is None else self._overflows + overflow
         if self.losses.step == number:
             self._end(skipped=True)
         return result
-
-    def _count_overflows(self, overflowed: Callable[[Any], torch.Tensor | None] | None) -> None:
-        """Count overflows by rank; only ampaudit's own scaler reports them."""
-        overflow = None if overflowed is None else overflowed(self.optimizer)
-        if overflow is not None:
-            self._overflows = overflow if self._overflows is None else self._overflows + overflow
 
     def _find_scaler(self) -> None:
         """Adopt the scaler that is stepping the optimizer: gradients are measured relative to its scale."""
@@ -231,25 +227,23 @@ class OptimizerMonitor:
 
     def health(self) -> Health:
         """Fetch the record."""
-        eps = next((g["eps"] for g in self.optimizer.param_groups if "eps" in g), None)
-        skipped = [bool(value) for value in self._skipped]
-        scales = [float(value) for value in self._scales]
+        eps = next((float(g["eps"]) for g in self.optimizer.param_groups if "eps" in g), None)
+        elements = {name: p.numel() for name, p in zip(self._names, self._parameters, strict=True)}
         return Health(
             dtype=self._low.form.name,
             every=self._every,
             watched=tuple(self._watched),
             steps=tuple(
-                StepRecord(step, loss, scale, skip, recorded)
-                for step, ((recorded, loss), scale, skip) in enumerate(
-                    zip(self.losses.losses(), scales, skipped, strict=True)
+                StepRecord(step, loss, float(scale), bool(skipped), recorded)
+                for step, ((recorded, loss), scale, skipped) in enumerate(
+                    zip(self.losses.losses(), self._scales, self._skipped, strict=True)
                 )
             ),
-            parameters=summarize(
-                self._meter.fetched(),
-                {name: p.numel() for name, p in zip(self._names, self._parameters, strict=True)},
+            parameters=tuple(
+                _parameter(name, rows, elements[name]) for name, rows in self._meter.fetched().items()
             ),
-            eps=None if eps is None else float(eps),
-            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._low.form))),
+            eps=eps,
+            eps_held=None if eps is None else float(torch.tensor(eps).to(torch_dtype(self._low.form))),
             storage=self.storage,
             dropped=self.losses.dropped,
             broken_state=self._state.broken(),
@@ -314,8 +308,7 @@ class StepMeter:
         self._parameters = parameters
         self._low = low
         self._before: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._active: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # fields; where a sample is not 0
         self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
 
     @torch.no_grad()
@@ -341,10 +334,8 @@ class StepMeter:
             if gradient is None:
                 continue
             gradient = gradient.to_dense() if gradient.is_sparse else own_part(gradient)
-            self._active[index] = _sample(gradient) != 0
-            self._gradients[index] = self._gradient(
-                gradient if remaining is None else gradient / remaining, scale
-            )
+            unscaled = gradient if remaining is None else gradient / remaining
+            self._gradients[index] = self._gradient(unscaled, scale), _sample(gradient) != 0
 
     def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
         """Measure peak and finiteness of all elements, and zeros and flushed values of a sample."""
@@ -362,11 +353,11 @@ class StepMeter:
         """Measure the step's effect on the weights, and the optimizer's second moments."""
         rows: list[tuple[str, torch.Tensor]] = []
         dtype = torch_dtype(self._low.form)
-        for index, gradient in self._gradients.items():
+        for index, (gradient, active) in self._gradients.items():
             parameter, old = self._parameters[index], self._before[index]
             update = _sample(own_part(parameter)).float() - old
             rounded = old.to(dtype)
-            intended = self._active[index] | (update != 0)  # an update that is lost in 16 bits is 0
+            intended = active | (update != 0)  # an update that is lost in 16 bits is 0
             unchanged = intended & ((rounded.float() + update).to(dtype) == rounded)
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
             share = unchanged.sum() / intended.sum().clamp(min=1)
@@ -397,28 +388,18 @@ class StepMeter:
             "update_lost": unchanged.mean(),
         }
 
-    def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
-        """Fetch all measurements by step."""
-        values = [row for step in self.steps for _, row in step]
-        numbers = iter(torch.stack(values).tolist() if values else [])
-        return [
-            [(name, dict(zip(_FIELDS, next(numbers), strict=True))) for name, _ in step]
-            for step in self.steps
-        ]
-
-
-def summarize(
-    steps: Iterable[Sequence[tuple[str, dict[str, float]]]], elements: dict[str, int]
-) -> tuple[ParameterHealth, ...]:
-    """Summarize each parameter over the watched steps."""
-    by_name: dict[str, list[dict[str, float]]] = {}
-    for step in steps:
-        for name, fields in step:
-            by_name.setdefault(name, []).append(fields)
-    return tuple(_parameter(name, rows, elements[name]) for name, rows in by_name.items())
+    def fetched(self) -> dict[str, list[dict[str, float]]]:
+        """Fetch the measurements of each parameter, by step."""
+        rows = [row for step in self.steps for row in step]
+        numbers = torch.stack([row for _, row in rows]).tolist() if rows else []
+        by_name: dict[str, list[dict[str, float]]] = {}
+        for (name, _), values in zip(rows, numbers, strict=True):
+            by_name.setdefault(name, []).append(dict(zip(_FIELDS, values, strict=True)))
+        return by_name
 
 
 def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
+    """Summarize a parameter over the watched steps."""
     ratios = [
         row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
     ]
@@ -581,7 +562,8 @@ class LossBook:
             earlier.passed_over = True
         self._pending.append(loss)
         if node is not None:
-            _nearest_to_leaf(node).register_prehook(lambda _: setattr(loss, "reached", True))
+            shared = next(_next_to_leaves(node), node)  # by the loss and values that are derived from it
+            shared.register_prehook(lambda _: setattr(loss, "reached", True))
 
     def _step_of(self, node: Any) -> int:
         if node is None:
@@ -592,7 +574,7 @@ class LossBook:
             return max(before, 0) if ended else self.step
         step = bisect_left(self._ends, node._sequence_nr())
         # what was computed from a loss after its step is newer than its forward pass
-        while step > 0 and not _uses_leaf(node, self._ends[step - 1]):
+        while step > 0 and next(_next_to_leaves(node, self._ends[step - 1]), None) is None:
             step -= 1
         return step
 
@@ -613,31 +595,17 @@ def _count() -> tuple[int, int]:
     return number, number - _own.nodes
 
 
-def _uses_leaf(node: Any, after: int) -> bool:
-    """Return whether a graph reaches a parameter through nodes with sequence numbers above ``after``."""
+def _next_to_leaves(node: Any, after: int = -1) -> Iterator[Any]:
+    """Yield nodes next to a parameter that a graph reaches through sequence numbers above ``after``."""
     pending, visited = [node], {node}
     while pending:
         node = pending.pop()
-        if hasattr(node, "variable"):
-            return True
         if node._sequence_nr() > after:
-            following = {inner for inner, _ in node.next_functions if inner is not None} - visited
-            visited |= following
-            pending += following
-    return False
-
-
-def _nearest_to_leaf(node: Any) -> Any:
-    """Return a graph's first node next to a parameter, which a loss shares with values derived from it."""
-    pending, visited = [node], {node}
-    while pending:
-        current = pending.pop()
-        following = [inner for inner, _ in current.next_functions if inner is not None]
-        if any(hasattr(inner, "variable") for inner in following):
-            return current
-        pending += [inner for inner in following if inner not in visited]
-        visited |= set(following)
-    return node
+            following = [inner for inner, _ in node.next_functions if inner is not None]
+            if any(hasattr(inner, "variable") for inner in following):
+                yield node
+            pending += [inner for inner in following if inner not in visited]
+            visited |= set(following)
 
 
 class LoopFormat:
@@ -693,13 +661,9 @@ class WrittenState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        buffers = [
-            (layer_path(name), b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel()
-        ]
-        finite = _finite([buffer for _, buffer in buffers])
-        self._buffers = {
-            name: buffer for (name, buffer), holds in zip(buffers, finite.tolist(), strict=True) if holds
-        }
+        named = model.named_buffers()
+        buffers = {layer_path(name): b for name, b in named if b.is_floating_point() and b.numel()}
+        self._buffers = dict(compress(buffers.items(), _finite(list(buffers.values())).tolist()))
         self._seen: list[tuple[int, torch.Tensor]] = []
 
     def measure(self, step: int) -> None:
@@ -709,18 +673,16 @@ class WrittenState:
 
     def broken(self) -> tuple[tuple[str, int | None], ...]:
         """Return the buffers that are inf or NaN now, with the first measured step after which they were."""
-        buffers = []
-        now = _finite(list(self._buffers.values())).tolist()
-        table = [(step, finite.tolist()) for step, finite in self._seen]
-        for index, name in enumerate(self._buffers):
-            if not now[index]:
-                since = None
-                for step, finite in reversed(table):
-                    if finite[index]:
-                        break
-                    since = step
-                buffers.append((name, since))
-        return tuple(buffers)
+        table = [(step, finite.tolist()) for step, finite in reversed(self._seen)]
+
+        def since(index: int) -> int | None:
+            broken = takewhile(lambda entry: not entry[1][index], table)
+            return min((step for step, _ in broken), default=None)
+
+        now = enumerate(_finite(list(self._buffers.values())).tolist())
+        return tuple(
+            (name, since(i)) for name, (i, holds) in zip(self._buffers, now, strict=True) if not holds
+        )
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ __all__ = [
     "is_master_free",
     "next_scale_state",
     "own_part",
+    "parameters_of",
     "prepare",
 ]
 
@@ -106,6 +107,9 @@ class LossScaler(GradScaler):
         device: ``cuda`` or ``cpu``.
         enabled: Whether the scaler has any effect.
         group: Processes that skip steps together, ``True`` for all; by default those that share parameters.
+
+    Attributes:
+        state: State of the scale.
     """
 
     def __init__(
@@ -121,12 +125,12 @@ class LossScaler(GradScaler):
         )
         self._rule = rule
         self.group = group
-        self._state = ScaleState(rule.start, 0, rule.lives)
+        self.state = ScaleState(rule.start, 0, rule.lives)
 
     def __repr__(self) -> str:
         if not self.is_enabled():
             return f"<{type(self).__name__} off>"
-        return f"<{type(self).__name__} {format_scale(self._state.scale)}, {self._rule.kind}>"
+        return f"<{type(self).__name__} {format_scale(self.state.scale)}, {self._rule.kind}>"
 
     @property
     def rule(self) -> LossScale:
@@ -139,11 +143,6 @@ class LossScaler(GradScaler):
             "interval": self.get_growth_interval(),
         }
         return self._rule.model_copy(update=changed)
-
-    @property
-    def state(self) -> ScaleState:
-        """The state of the scale."""
-        return self._state
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as torch does, then agree on overflow within the group."""
@@ -191,7 +190,7 @@ class LossScaler(GradScaler):
             return
         if new_scale is not None:
             super().update(new_scale)
-            self._state = replace(self._state, scale=float(new_scale))
+            self.state = replace(self.state, scale=float(new_scale))
             return
         verdicts = [
             verdict for state in self._per_optimizer_states.values()
@@ -203,17 +202,17 @@ class LossScaler(GradScaler):
                 hint="call update() once at the end of each step",
             )
         overflow = sum(float(verdict) for verdict in verdicts) > 0
-        self._state = next_scale_state(self._state, self.rule, overflow)
-        super().update(self._state.scale)
+        self.state = next_scale_state(self.state, self.rule, overflow)
+        super().update(self.state.scale)
         if self._growth_tracker is not None:
-            self._growth_tracker.fill_(self._state.good)
+            self._growth_tracker.fill_(self.state.good)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's entries and the remaining patience."""
         state = super().state_dict()
         if state:
-            state |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
-            state["patience"] = self._state.patience
+            state |= {"scale": self.state.scale, "_growth_tracker": self.state.good}
+            state["patience"] = self.state.patience
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,7 +221,7 @@ class LossScaler(GradScaler):
         if not self.is_enabled():
             return
         patience = int(state_dict.get("patience", self.rule.lives))
-        self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
+        self.state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
 
 
 def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> LossScaler:
@@ -244,14 +243,12 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
 
 def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
     """Reject 16-bit gradients before torch does, with a hint."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.dtype is torch.float16:
-                raise UsageError(
-                    "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
-                    "rounding, and torch unscales no float16 gradients",
-                    hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
-                )
+    if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters_of(optimizer)):
+        raise UsageError(
+            "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
+            "rounding, and torch unscales no float16 gradients",
+            hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -378,7 +375,8 @@ def prepare(
                 raise UsageError(
                     f"policy {rules.name!r} keeps no masters: it needs the optimizer from the start"
                 )
-            _cast_masters(model, optimizer, config)
+            stored = stored_dtypes(model, config.rules.file.weights, config.low_dtype)
+            (round_parameters if emulate else cast_parameters)(model, optimizer, stored)
         prepared = MixedModule(model, config)
     rule, master_free = _loss_scale(loss_scale, rules, form), is_master_free(rules)
     unscalable = master_free and form is FLOAT16 and not emulate  # torch does not unscale such gradients
@@ -403,14 +401,6 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def is_master_free(rules: RuleSet) -> bool:
     """Return whether a policy keeps no FP32 masters of its 16-bit weights."""
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
-
-
-def _cast_masters(model: nn.Module, optimizer: torch.optim.Optimizer, config: ModuleConfig) -> None:
-    stored = stored_dtypes(model, config.rules.file.weights, config.low_dtype)
-    if config.emulate:
-        round_parameters(model, optimizer, stored)
-    else:
-        cast_parameters(model, optimizer, stored)
 
 
 def _autocast(model: nn.Module, rules: RuleSet, config: ModuleConfig, device: str) -> AutocastModule:
@@ -438,7 +428,7 @@ def _loss_scale(option: str | float | None, rules: RuleSet, form: NumberFormat) 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Reject an optimizer with parameters other than the model's FP32 ones."""
     model_parameters = {id(parameter) for parameter in model.parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(parameters_of(optimizer))
     if not any(id(parameter) in model_parameters for parameter in parameters):
         raise UsageError(
             "the optimizer holds no parameter of the model",
@@ -563,20 +553,16 @@ def agree(
     if verdicts:
         by_rank[rank] = torch.stack([verdict.to(device) for verdict in verdicts.values()]).amax()
         by_rank[ranks] = 1.0
-    for group in groups:
-        _all_reduce(by_rank, group)
-    if not verdicts and by_rank[ranks]:
-        verdicts[device] = torch.zeros((), device=device)
-    for verdict in verdicts.values():
-        verdict.copy_(by_rank[:ranks].amax())
-    return by_rank[:ranks]
-
-
-def _all_reduce(tensor: torch.Tensor, group: Any) -> None:
     try:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=None if group is True else group)
+        for group in groups:
+            dist.all_reduce(by_rank, op=dist.ReduceOp.MAX, group=None if group is True else group)
     except (RuntimeError, dist.DistBackendError) as error:
         raise RunFailed(
             f"a process of the group is gone: they could not agree about this step ({first_line(error)})",
             hint="read the other ranks' output; restart from the last checkpoint",
         ) from error
+    if not verdicts and by_rank[ranks]:
+        verdicts[device] = torch.zeros((), device=device)
+    for verdict in verdicts.values():
+        verdict.copy_(by_rank[:ranks].amax())
+    return by_rank[:ranks]

@@ -174,21 +174,6 @@ class VariantSpec:
     how: How = "graph"
     emulate: bool = False
 
-    def training_step(self, source: ModelSource, device: torch.device) -> TrainingStep:
-        """Build the model and its optimizer."""
-        if self.rules is None:
-            model = model_with_loss(source, device)
-            return TrainingStep(model, make_optimizer(source, model))
-        return prepare_step(
-            source,
-            device,
-            self.rules,
-            self.dtype,
-            how=self.how,
-            emulate=self.emulate,
-            loss_scale=self.loss_scale,
-        )
-
     @property
     def storage(self) -> str:
         """The dtype that the optimizer's parameters represent."""
@@ -200,18 +185,24 @@ class _VariantRun:
 
     def __init__(self, spec: VariantSpec, source: ModelSource, device: torch.device, every: int) -> None:
         self.spec, self.device = spec, device
-        self.training = spec.training_step(source, device)
+        if spec.rules is None:
+            model = model_with_loss(source, device)
+            self.training = TrainingStep(model, make_optimizer(source, model))
+        else:
+            how = {"how": spec.how, "emulate": spec.emulate, "loss_scale": spec.loss_scale}
+            self.training = prepare_step(source, device, spec.rules, spec.dtype, **how)
         self.inner: Any = self.training.inner
         self.monitor = watch(
             self.inner, self.training.optimizer, self.training.scaler, every=every, dtype=spec.dtype
         )
-        self.random_state = _random_state(device)
+        self.random_states = _random_states(device)
         self.seconds: list[float] = []
         self.peak: int | None = None
 
     def step(self, batch: Batch, number: int) -> None:
         """Take one step, and check after the first that there are gradients."""
-        _restore(self.random_state, self.device)
+        for kind, state in self.random_states.items():
+            restore_random_state(state, kind)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
@@ -231,7 +222,7 @@ class _VariantRun:
             torch.cuda.synchronize(self.device)
             self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated(self.device))
         self.seconds.append(time.perf_counter() - started)
-        self.random_state = _random_state(self.device)
+        self.random_states = _random_states(self.device)
         if self.spec.rules is None and not math.isfinite(float(loss.detach())):
             raise ReferenceBroken(
                 f"the FP32 loss is {float(loss.detach())} in step {number}: there is nothing to compare with",
@@ -329,15 +320,8 @@ def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> 
     return mean if math.isfinite(mean) else None
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    cpu_state = torch.get_rng_state()
-    return (cpu_state,) if device.type == "cpu" else (cpu_state, random_state(device))
-
-
-def _restore(state: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if device.type != "cpu":
-        restore_random_state(state[1], device)
+def _random_states(device: torch.device) -> dict[torch.device, torch.Tensor]:
+    return {kind: random_state(kind) for kind in (torch.device("cpu"), device)}
 
 
 @dataclass
@@ -392,17 +376,12 @@ def prepare_step(
     device: torch.device,
     rules: RuleSet,
     dtype: str,
-    *,
-    how: How = "graph",
-    emulate: bool = False,
-    loss_scale: str | float | None = None,
+    **options: Any,
 ) -> TrainingStep:
-    """Prepare a copy of a source's model to train under a policy."""
+    """Prepare a copy of a source's model to train under a policy; ``options`` are those of ``prepare``."""
     model = model_with_loss(source, device)
     optimizer = make_optimizer(source, model)
-    prepared = prepare(
-        model, optimizer, policy=rules, dtype=dtype, loss_scale=loss_scale, how=how, emulate=emulate
-    )
+    prepared = prepare(model, optimizer, policy=rules, dtype=dtype, **options)
     return TrainingStep(prepared.model, optimizer, prepared.scaler if prepared.scaler.is_enabled() else None)
 
 

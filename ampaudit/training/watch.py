@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
 from ampaudit.training.model_proxy import ModelProxy
 from ampaudit.training.optimizer_monitor import LoopFormat, OptimizerMonitor, WrittenState
+from ampaudit.training.prepare import parameters_of
 
 __all__ = ["TrainingMonitor", "watch", "watch_as"]
 
@@ -43,9 +43,7 @@ class TrainingMonitor:
             monitor.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop watching; the record stays."""
         self.close()
 
@@ -207,7 +205,7 @@ def _check_optimizer(optimizer: Any, names: dict[int, str]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise UsageError(f"{kind} is no torch optimizer", hint="make the optimizer first, and pass it")
-    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+    if not any(id(p) in names for p in parameters_of(optimizer)):
         raise UsageError(
             "the optimizer holds no parameter of the model", hint="pass the model that it was made from"
         )
