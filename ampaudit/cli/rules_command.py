@@ -15,13 +15,15 @@ from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
 from ampaudit.cli.output import print_result
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
-from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
+from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy, policy_names
 from ampaudit.policy.load import Loaded
-from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names
+from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names, rules_schema_text
 from ampaudit.render.grid import open_table
 
 __all__ = ["rules_group"]
@@ -39,8 +41,6 @@ def rules_group() -> None:
 @debug_option
 def list_command(form: str, debug: bool) -> None:
     """List the shipped policies."""
-    from ampaudit.cli.rules_command import list_rows, render_list
-
     rows = list_rows()
     print_result(render_list(rows), _json(rows, form))
 
@@ -51,9 +51,6 @@ def list_command(form: str, debug: bool) -> None:
 @debug_option
 def show_command(policy: str, form: str, debug: bool) -> None:
     """Show a policy's rules in order, including inherited ones: a shipped name or a rule file."""
-    from ampaudit.cli.rules_command import render_policy
-    from ampaudit.policy import load_file
-
     loaded = load_file(policy)
     data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
     print_result(render_policy(loaded), _json(data, form))
@@ -64,8 +61,6 @@ def show_command(policy: str, form: str, debug: bool) -> None:
 @debug_option
 def validate_command(file: str, debug: bool) -> None:
     """Validate a rule file: exit code 0 if it is usable; warnings go to stderr."""
-    from ampaudit.policy import load_file
-
     loaded = load_file(file)
     for warning in loaded.warnings:
         print_notes(f"warning: {warning}")
@@ -85,22 +80,15 @@ def validate_command(file: str, debug: bool) -> None:
 @debug_option
 def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
     """Show the ops that two policies treat differently, or with --model the layers."""
-    from ampaudit.policy import load_policy
-
     a, b = load_policy(first), load_policy(second)
     if model is not None:
         _model_diff(a, b, model, form, options)
         return
-    from ampaudit.cli.rules_command import diff_rows, render_diff
-    from ampaudit.core.formats import low_precision_format
-
     rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
     print_result(render_diff(a, b, rows, verbose=options["verbose"]), _json(rows, form))
 
 
 def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) -> None:
-    from ampaudit.cli.progress import ProgressBar
-
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options)
         config.check()
@@ -123,8 +111,6 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
 @debug_option
 def schema_command(debug: bool) -> None:
     """Print the JSON Schema of rule files, for completion in editors."""
-    from ampaudit.policy.schema import rules_schema_text
-
     click.echo(rules_schema_text(), nl=False)
 
 
