@@ -48,57 +48,23 @@ Record = TypeVar("Record", bound=Config)
 FILE = click.Path(path_type=Path)
 
 _FLAGS_WIDTH = 30  # click's limit; longer ones have their text on the next line
-# headings of the help text; other options stand first
+# headings of the help text, and the names of their options; other options stand first
 _GROUPS = {
-    "Model and inputs": (
-        "weights",
-        "inputs",
-        "args",
-        "input",
-        "text",
-        "images",
-        "audio",
-        "twins",
-        "batches",
-        "sweep",
-        "against",
-        "train",
-        "stream",
-        "trust",
-    ),
-    "Findings": (
-        *("fail_on", "select", "ignore", "exclude", "allow", "min_headroom", "min_sqnr"),
-        *("max_metric_drop", "max_fp32_share", "baseline", "update_baseline"),
-        *("per_file_ignores", "notes", "gitignore"),
-    ),
-    "Fixes": ("advise", "diff", "advise_policy", "fix"),
-    "Gradients": ("backward", "loss_scale"),
-    "Proofs": ("prove", "stress", "static", "assume"),
-    "Processes": ("jobs", "timeout", "max_memory"),
-    "Output": (
-        *("form", "output", "tuned_policy", "plot", "tensorboard", "force", "quiet", "verbose"),
-        *("config", "debug"),
-    ),
+    "Model and inputs": "weights inputs args input text images audio twins batches sweep against train "
+    "stream trust",
+    "Findings": "fail_on select ignore exclude allow min_headroom min_sqnr max_metric_drop max_fp32_share "
+    "baseline update_baseline per_file_ignores notes gitignore",
+    "Fixes": "advise diff advise_policy fix",
+    "Gradients": "backward loss_scale",
+    "Proofs": "prove stress static assume",
+    "Processes": "jobs timeout max_memory",
+    "Output": "form output tuned_policy plot tensorboard force quiet verbose config debug",
 }
-_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 
 
-class GroupedCommand(click.Command):
-    """A command whose help lists its options in groups.
-
-    Of several processes of ``torchrun``, the first runs it; the others end with its exit code.
-    """
-
-    divided = False
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        if self.divided:
-            return super().invoke(ctx)
-        with among_ranks() as share:
-            if share is not None:
-                share.finish()
-            return super().invoke(ctx)
+class DividedCommand(click.Command):
+    """A command whose help lists its options in groups; under ``torchrun``, it divides its work itself."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section per group with more than one option, with one width for the first column."""
@@ -117,10 +83,15 @@ class GroupedCommand(click.Command):
                     formatter.write_dl([(f"{flags:{width}}", text) for flags, text in rows])
 
 
-class DividedCommand(GroupedCommand):
-    """A command that divides its work among the processes of ``torchrun`` itself."""
+class GroupedCommand(DividedCommand):
+    """A command that the first process of ``torchrun`` runs; the others end with its exit code."""
 
-    divided = True
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with among_ranks() as share:
+            if share is not None:
+                share.finish()
+            return super().invoke(ctx)
 
 
 def _group(option: click.Option) -> str:
@@ -214,8 +185,7 @@ def _check_outputs(options: dict[str, Any]) -> None:
 
 def plot_option(what: str) -> Callable[[Command], Command]:
     """Add ``--plot``."""
-    text = f"Draw {what}: .png, .svg or .pdf."
-    return file_option("--plot", metavar="FILE", help=text)
+    return file_option("--plot", metavar="FILE", help=f"Draw {what}: .png, .svg or .pdf.")
 
 
 def verbose_option(text: str) -> Callable[[Command], Command]:
@@ -252,9 +222,8 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are set on the command line."""
-    context = click.get_current_context()
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return {name: options[name] for name in options if sources[name] is ParameterSource.COMMANDLINE}
+    source = click.get_current_context().get_parameter_source
+    return {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
 
 
 def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], Command]:
@@ -262,7 +231,9 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
     kind, default = value_type(field), field.default
     if kind is bool:
         if default:  # the flag switches off; what flag_value=False does depends on click's version
-            return click.option(*flags, name, is_flag=True, callback=_switched_off, help=option.help)
+            return click.option(
+                *flags, name, is_flag=True, callback=lambda _, parameter, value: not value, help=option.help
+            )
         is_flag = None if "/" in flags[0] else True
         return click.option(*flags, name, is_flag=is_flag, default=False, help=option.help)
     if kind is Path:
@@ -280,10 +251,6 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
         metavar=option.metavar,
         help=option.help,
     )
-
-
-def _switched_off(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    return not value
 
 
 def _type(kind: Any, field: FieldInfo) -> Any:
