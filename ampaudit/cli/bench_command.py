@@ -16,6 +16,7 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
@@ -39,12 +40,17 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
     lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.
     """
     report = _measured(model, options)
-    _deliver(report, options)
+    deliver_document(report, options)
+    if options["plot"] is not None:
+        from ampaudit.render.training_plot import plot_bench
+
+        with keeping(report):
+            plot_bench(report, options["plot"], force=options["force"])
+        print_notes(f"picture written to {options['plot']}")
     context.exit(130 if report.interrupted else report.exit_code)
 
 
 def _measured(location: str, options: dict[str, Any]) -> BenchReport:
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
@@ -57,13 +63,3 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
 
         source = open_source(location, config_from(SourceConfig, options))
         return bench(source, config=config, session=Session(progress.update))
-
-
-def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
-    deliver_document(report, options)
-    if options["plot"] is not None:
-        from ampaudit.render.training_plot import plot_bench
-
-        with keeping(report):
-            plot_bench(report, options["plot"], force=options["force"])
-        print_notes(f"picture written to {options['plot']}")

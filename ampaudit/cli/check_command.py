@@ -19,6 +19,7 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
 
 __all__ = ["check_command"]
@@ -37,7 +38,6 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     Each runs in its own process. Options come from the command line, then from [tool.ampaudit] in
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.
     """
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.core.pyproject import find_config
 
     path = options["config"] or find_config(Path.cwd())

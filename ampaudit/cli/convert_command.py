@@ -23,6 +23,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
 from ampaudit.core.session import Session
@@ -82,7 +83,6 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
 
 
 def _convert(model: str, output: Path, options: dict[str, Any], context: click.Context) -> Conversion:
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.convert import convert_weights, is_checkpoint
 
     if context.get_parameter_source("policy") is ParameterSource.DEFAULT:
@@ -116,7 +116,6 @@ def _refuse(why: str, unused: Set[str]) -> None:
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.core.text import format_bytes
     from ampaudit.export.restore import restore
 
@@ -139,7 +138,6 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     Hashes of all files, each tensor against its master, and the program, loaded in a sandbox and run
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
     """
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.verify import verify
 
     with ProgressBar(str(directory)) as progress:

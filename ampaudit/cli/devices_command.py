@@ -20,15 +20,13 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
     from rich.text import Text
 
     from ampaudit.devices.catalogue import all_devices, device_named
-    from ampaudit.devices.host import render_catalogue, render_device, render_machine
+    from ampaudit.devices.host import Devices, render_catalogue, render_device, render_machine, this_machine
     from ampaudit.render.json import to_json
 
     if name is not None:
         device = device_named(name)
         print_result(render_device(device), to_json(device) if form == "json" else None)
         return
-    from ampaudit.devices.host import Devices, this_machine
-
     machine = this_machine()
     devices = Devices(1, machine, tuple(all_devices().values()))
     content = Group(render_machine(machine), Text(), render_catalogue())

@@ -20,6 +20,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control
@@ -91,7 +92,6 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
 
 def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.linter.linting import available_cores, lint_bytes, lint_files
     from ampaudit.linter.selection import RuleSelection
 

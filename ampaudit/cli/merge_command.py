@@ -48,14 +48,11 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
 
     parts_read = read_parts(parts)
     first = parts_read[0].part
-    model = options["model"] or _local_location(first.location)
+    model = options.pop("model") or _local_location(first.location)
     scan_options, words = options_of_words(scan_command, model, first.words)
-    if options["fail_on"] is not None:
-        scan_options["fail_on"], words = options["fail_on"], words | {"fail_on"}
-    output_options = {
-        name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")
-    }
-    report_scan(context, model, scan_options | output_options, MergedParts(parts_read), given=words)
+    if (fail_on := options.pop("fail_on")) is not None:
+        scan_options["fail_on"], words = fail_on, words | {"fail_on"}
+    report_scan(context, model, scan_options | options, MergedParts(parts_read), given=words)
 
 
 def _local_location(location: str) -> str:

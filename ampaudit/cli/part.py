@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.cli.options import given
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.errors import InputError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 
@@ -25,14 +27,7 @@ def write_scan_part(
     model: str,
     options: dict[str, Any],
 ) -> None:
-    """Run a part of the batches, and write what was recorded.
-
-    Args:
-        command: Command that defines the options.
-        audit: Function that runs the batches.
-        model: Location of the model.
-        options: Options of the command.
-    """
+    """Run a part of the batches with ``audit``, and write what was recorded."""
     from ampaudit.parallel.parts import FilePart, parse_part
     from ampaudit.run.share import PartDone
 
@@ -81,10 +76,6 @@ def options_of_words(
     Raises:
         InputError: An option does not belong to an audit.
     """
-    from click.core import ParameterSource
-
-    from ampaudit.core.errors import InputError
-
     try:
         parsed = command.make_context("scan", [model, *words])
     except click.ClickException as error:

@@ -18,6 +18,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.render import keeping
@@ -42,7 +43,6 @@ def plan_command(model: str, **options: Any) -> None:
     MODEL is what ``ampaudit scan`` takes. Nothing is run in 16 bits; a policy with measured rules is given
     one FP32 run.
     """
-    from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded

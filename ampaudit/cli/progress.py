@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.text import escape_control
@@ -41,9 +40,7 @@ class ProgressBar:
         self._timer.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         with self._lock:
             self._shown, self._ended = False, True

@@ -111,17 +111,15 @@ def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, t
         models = {
             name: pair
             for name, pair in classes.items()
-            if any(_is_model(base, model_names) for base in pair[1].bases)
+            if any(
+                simple_name(base) in model_names
+                or (isinstance(base, ast.Attribute) and simple_name(base.value) == "nn")
+                for base in pair[1].bases
+            )
         }
         if models.keys() <= model_names:
             return models
         model_names |= models.keys()
-
-
-def _is_model(base: ast.expr, model_names: set[str]) -> bool:
-    return simple_name(base) in model_names or (
-        isinstance(base, ast.Attribute) and simple_name(base.value) == "nn"
-    )
 
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:

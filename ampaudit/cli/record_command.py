@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,21 +73,14 @@ def record_command(
 
     from ampaudit.recording.calls import record_named
 
-    with _reporting(record_named(modules, output, config)) as watcher:
+    with ExitStack() as stack, record_named(modules, output, config) as watcher:
+        stack.callback(_print_summary, watcher)  # at the end, even if the script fails
         ended = _run(script, arguments)
     if ended:
         raise SourceError(
             f"{describe_path(script)} ended with {ended}", hint="what it did until then is recorded"
         )
     _check_found(watcher)
-
-
-@contextmanager
-def _reporting(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
-    """Print a summary of the recording at the end, even if the script fails."""
-    with ExitStack() as stack, recording as watcher:
-        stack.callback(_print_summary, watcher)
-        yield watcher
 
 
 def _print_summary(watcher: Watcher) -> None:

@@ -23,6 +23,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
@@ -83,15 +84,7 @@ def report_scan(
     *,
     given: Collection[str],
 ) -> None:
-    """Scan a model, print the report, and end with its exit code.
-
-    Args:
-        context: Context of the command.
-        model: Location of the model.
-        options: Options of the command.
-        share: Share of the batches that this process runs; ``None`` for all.
-        given: Names of the options that the user has set.
-    """
+    """Scan a model, print the report, and end with its exit code; ``given`` names what the user has set."""
     reports, failures = audited(model, options, share, given)
     from ampaudit.report.model import Comparison
 
@@ -155,8 +148,6 @@ def audited(
     location: str, options: dict[str, Any], share: CommandShare | None, arguments: Collection[str]
 ) -> Audits:
     """Load a model and audit it under each policy."""
-    from ampaudit.cli.progress import ProgressBar
-
     policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
     if options["ranges"] and len(policies) > 1:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")

@@ -24,19 +24,8 @@ _HANDLER = "ampaudit-ascii"
 # the marks that our own reports use; other letters come from names, and are shown as escapes
 _ASCII = {
     **dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#", strict=True)),
-    **{
-        "…": "...",
-        "—": "-",
-        "–": "-",
-        "−": "-",
-        "×": "x",
-        "≤": "<=",
-        "≥": ">=",
-        "→": "->",
-        "•": "*",
-        "│": "|",
-    },
-    **{"─": "-", "━": "-", "┃": "|", "⋮": ":", "’": "'", "“": '"', "”": '"', "▌": "|"},
+    **dict(zip("—–−─━×•│┃▌⋮’“”", '-----x*|||:\'""', strict=True)),
+    **{"…": "...", "≤": "<=", "≥": ">=", "→": "->"},
     **dict.fromkeys("✅❌⚠", ""),
     **dict.fromkeys("┏┓┗┛┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
 }

@@ -18,6 +18,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
@@ -49,27 +50,6 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
       metric(output, batch)                 optional: larger is better
     """  # noqa: D301  (click wants the character, not its escape)
     report = _trained(model, options)
-    _deliver(report, options)
-    context.exit(report.exit_code)
-
-
-def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
-    from ampaudit.cli.progress import ProgressBar
-    from ampaudit.policy import load_policy
-
-    config = config_from(TrainConfig, options)
-    config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
-    with ProgressBar(location) as progress:
-        config.check()
-
-        from ampaudit.source.open import open_source
-        from ampaudit.training.train import MAX_BATCHES, train
-
-        loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
-        return train(open_source(location, loading), config=config, session=Session(progress.update))
-
-
-def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
     deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_training
@@ -83,3 +63,19 @@ def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
         with keeping(report):
             write_summaries(report, options["tensorboard"], force=options["force"])
         print_notes(f"summaries written to {options['tensorboard']}")
+    context.exit(report.exit_code)
+
+
+def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
+    from ampaudit.policy import load_policy
+
+    config = config_from(TrainConfig, options)
+    config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
+    with ProgressBar(location) as progress:
+        config.check()
+
+        from ampaudit.source.open import open_source
+        from ampaudit.training.train import MAX_BATCHES, train
+
+        loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
+        return train(open_source(location, loading), config=config, session=Session(progress.update))

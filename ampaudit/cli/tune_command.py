@@ -20,6 +20,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
 from ampaudit.core.session import Session
@@ -66,8 +67,6 @@ def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
 
 
 def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> TuningReport:
-    from ampaudit.cli.progress import ProgressBar
-
     with ProgressBar(location) as progress:
         config = config_from(TuneConfig, options)
         config.check()
