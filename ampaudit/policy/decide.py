@@ -397,15 +397,12 @@ def _resolve_colors(decisions: list[Decision], sites: Sequence[PlanSite]) -> lis
 
 
 def _resolve_color(decision: Decision, low: bool) -> Decision:
-    color = decision.cast
-    if color not in COLORS:
+    if decision.cast not in COLORS:
         return decision
-    if color in (Cast.ALLOW, Cast.DENY):
-        how = "always" if color is Cast.ALLOW else "denied"
-    else:
-        how = "colored 16-bit by its neighbors" if low else "colored float32 by its neighbors"
     cast = Cast.LOWER if low else Cast.FLOAT32
-    return replace(decision, cast=cast, why=f"{decision.why} ({color}: {how})")
+    neighbors = f"colored {'16-bit' if low else 'float32'} by its neighbors"
+    how = {Cast.ALLOW: "always", Cast.DENY: "denied"}.get(decision.cast, neighbors)
+    return replace(decision, cast=cast, why=f"{decision.why} ({decision.cast}: {how})")
 
 
 def _apply_neighbor_rules(

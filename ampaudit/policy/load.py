@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,7 @@ def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset
     expand_name: Callable[[str], tuple[str, ...]] = expand
     if file.vocabulary:
         try:
-            expand_name = load_vocabulary(file.vocabulary).expand
+            expand_name = partial(expand_in, load_vocabulary(file.vocabulary))
         except PolicyError as error:
             raise document.error(("vocabulary",), str(error.args[0]), error.hint) from error
     ops: dict[str, frozenset[str]] = {}
@@ -383,33 +383,23 @@ class _File(StrictModel):
     unmapped: tuple[_Unmapped, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The op names of another system.
+def expand_in(vocabulary: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
+    """Expand a name in a vocabulary, or an ATen name prefixed with ``aten::``, to ATen ops.
 
-    Attributes:
-        ops: ATen names by op; empty for an op without a counterpart.
+    Raises:
+        UnknownOp: The name is in neither.
     """
-
-    ops: dict[str, tuple[str, ...]]
-
-    def expand(self, name: str) -> tuple[str, ...]:
-        """Expand a name in this vocabulary, or an ATen name prefixed with ``aten::``, to ATen ops.
-
-        Raises:
-            UnknownOp: The name is in neither.
-        """
-        if "::" in name:
-            return expand(name)
-        if name in self.ops:
-            return self.ops[name]
-        close = difflib.get_close_matches(name, self.ops, n=1, cutoff=0.6)
-        raise UnknownOp(name, close[0] if close else None)
+    if "::" in name:
+        return expand(name)
+    if name in vocabulary:
+        return vocabulary[name]
+    close = difflib.get_close_matches(name, vocabulary, n=1, cutoff=0.6)
+    raise UnknownOp(name, close[0] if close else None)
 
 
 @cache
-def load_vocabulary(name: str) -> Vocabulary:
-    """Load a shipped vocabulary.
+def load_vocabulary(name: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the ATen names of each op in a shipped vocabulary; empty for an op without a counterpart.
 
     Raises:
         PolicyError: The name is unknown, or the file is damaged.
@@ -427,7 +417,7 @@ def load_vocabulary(name: str) -> Vocabulary:
         first = error.errors(include_url=False)[0]
         raise document.error(first["loc"], first["msg"]) from error
     ops = {entry: _aten_ops(document, entry, names) for entry, names in file.ops.items()}
-    return Vocabulary(ops | {name: () for group in file.unmapped for name in group.ops})
+    return ops | {name: () for group in file.unmapped for name in group.ops}
 
 
 def _aten_ops(document: YamlDocument, entry: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -47,7 +47,6 @@ _SYNONYMS = [
     abs absolute
     acos arccos
     acosh arccosh
-    add
     asin arcsin
     asinh arcsinh
     atan arctan
@@ -66,7 +65,6 @@ _SYNONYMS = [
     floor special_floor
     ge greater_equal
     gt greater
-    hstack
     igamma special_gammainc
     inverse linalg_inv
     layer_norm native_layer_norm
@@ -84,7 +82,6 @@ _SYNONYMS = [
     ne not_equal
     neg negative
     outer ger
-    pow
     sigmoid special_expit
     slogdet linalg_slogdet
     softmax special_softmax _softmax

@@ -24,9 +24,9 @@ def casts(rules: RuleSet, ops: tuple[str, ...], dtype: str) -> set[Cast]:
 def assert_listed(policy: str, vocabulary: str, names: list[str], cast: Cast, dtype: str = "float16") -> int:
     """Every name is in the vocabulary, and the policy gives its ATen ops the class of its list."""
     words, rules = load_vocabulary(vocabulary), load_policy(policy)
-    missing = [name for name in names if name not in words.ops]
+    missing = [name for name in names if name not in words]
     assert not missing, f"not in vocabulary/{vocabulary}.yaml: {missing}"
-    wrong = {n: casts(rules, words.ops[n], dtype) for n in names if words.ops[n]}
+    wrong = {n: casts(rules, words[n], dtype) for n in names if words[n]}
     assert not {name: found for name, found in wrong.items() if found != {cast}}
     return len(wrong)
 
@@ -84,9 +84,9 @@ def test_onnx() -> None:
     facts = FACTS["onnx"]
     assert assert_listed("onnx", "onnx", facts["DEFAULT_OP_BLOCK_LIST"], Cast.FLOAT32) >= 7
     words = load_vocabulary("onnx")
-    others = [n for n in words.ops if n not in facts["DEFAULT_OP_BLOCK_LIST"]]
+    others = [n for n in words if n not in facts["DEFAULT_OP_BLOCK_LIST"]]
     assert_listed("onnx", "onnx", others, Cast.LOWER)
-    assert set(FACTS["onnxruntime"]["DEFAULT_OP_BLOCK_LIST"]) <= set(words.ops)
+    assert set(FACTS["onnxruntime"]["DEFAULT_OP_BLOCK_LIST"]) <= set(words)
     clip = load_file("onnx").file.weights.clip
     assert clip is not None
     defaults = facts["convert_float_to_float16"]
@@ -116,7 +116,7 @@ def test_apex() -> None:
     assert assert_listed("apex-o1", "apex", high, Cast.FLOAT32) > 40
     assert assert_listed("apex-o1", "apex", widest, Cast.WIDEST) > 15
     for name in lists["torch.Tensor"]["FP32_FUNCS"] + lists["torch.Tensor"]["CASTS"]:
-        assert name in load_vocabulary("apex").ops
+        assert name in load_vocabulary("apex")
     assert assert_listed("apex-o1", "apex", ["binary_cross_entropy"], Cast.FORBID) == 1
 
 
@@ -213,7 +213,7 @@ def test_op_matrix(column: str) -> None:
         name = row["names"][(vocabulary or "torch")]
         if expected is None or name is None:
             continue
-        ops = load_vocabulary(vocabulary).ops.get(name, ()) if vocabulary else torch_ops(rules, name)
+        ops = load_vocabulary(vocabulary).get(name, ()) if vocabulary else torch_ops(rules, name)
         if not ops:
             continue
         checked += 1
