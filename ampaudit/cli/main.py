@@ -21,7 +21,7 @@ def run() -> NoReturn:
     gc.set_threshold(5_000)
     try:
         _open_missing_streams()
-        if (place := torchrun.place_of()) is not None and place.rank > 0:
+        if (place := torchrun.place_of()) is not None and place[0] > 0:
             torchrun.silence()  # also of what a signal says
         interrupts.install()
 

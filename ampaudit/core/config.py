@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -217,7 +217,7 @@ def signature_with_options(signature: inspect.Signature, config: type[Config]) -
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.get_default(call_default_factory=True, validated_data={}),
-            annotation=_accepted_types(field),
+            annotation=((option := option_of(field)) and option.accepts) or _type_text(field.annotation),
         )
         for name, field in config.model_fields.items()
         if name not in signature.parameters
@@ -239,28 +239,16 @@ def long_flag(name: str, field: FieldInfo) -> str:
 
 def value_type(field: FieldInfo) -> Any:
     """Return the type of a field's values, without ``None`` and Python-only types."""
-    kinds = _value_types(field)
+    kinds = _value_types(field.annotation)
     return str if str in kinds else kinds[0]
 
 
-def _value_types(field: FieldInfo) -> list[Any]:
-    return [kind for kind in _plain_types(field.annotation) if kind is not type(None)]
-
-
-def _plain_types(annotation: Any) -> Iterator[Any]:
+def _value_types(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from _plain_types(part)
-    else:
-        yield annotation
-
-
-def _accepted_types(field: FieldInfo) -> str:
-    """Return the types that a caller may pass for a field, as source code."""
-    option = option_of(field)
-    return option.accepts if option is not None and option.accepts else _type_text(field.annotation)
+        return [kind for part in get_args(annotation) for kind in _value_types(part)]
+    return [] if annotation is type(None) else [annotation]
 
 
 def _type_text(kind: Any) -> str:
@@ -297,18 +285,14 @@ def _usage_error(record: type[Config], name: str, value: Any, problem: str, plac
     if problem == "extra_forbidden":
         return no_such("option", name, place, list(record.model_fields))
     field = record.model_fields[name]
-    hint = f"it must be {_expected(field)}"
-    if float in _value_types(field) and isinstance(value, float) and not math.isfinite(value):
+    kinds = _value_types(field.annotation)
+    hint = f"it must be {_either(_in_words(kind, *limits_of(field)) for kind in kinds)}"
+    if float in kinds and isinstance(value, float) and not math.isfinite(value):
         hint += f"; {describe(value)} is not a valid limit"
     if place == COMMAND_LINE:
         return UsageError(f"{long_flag(name, field)} {describe(value)}", hint=hint)
     shown = name.replace("_", "-") if place else name
     return UsageError(f"{place}{shown} = {describe(repr(value))}", hint=hint)
-
-
-def _expected(field: FieldInfo) -> str:
-    """Describe the values that a field accepts."""
-    return _either([_in_words(kind, *limits_of(field)) for kind in _value_types(field)])
 
 
 def _either(words: Iterable[str]) -> str:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -158,7 +157,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     check_directory(path, force=force, ours=ours)
     target = path.resolve()
     try:
-        with directory_beside(target) as stage:
+        with _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-") as stage:
             yield stage
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
@@ -276,11 +275,6 @@ def file_beside(target: Path) -> AbstractContextManager[Path]:
     return _temporary(_make_file, target.parent, f".{target.name}.")
 
 
-def directory_beside(target: Path) -> AbstractContextManager[Path]:
-    """Yield a new directory beside a target; see ``file_beside``."""
-    return _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-")
-
-
 @contextlib.contextmanager
 def _temporary(
     make: Callable[..., str], parent: Path, prefix: str, leftovers: str | None = None
@@ -396,17 +390,13 @@ def _locked_by_file(path: Path) -> Callable[[], None] | None:
     return release
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """A file's identity and version: changes if the file is replaced or written."""
-
-    path: Path
-    identity: tuple[int, ...] | None  # None: no such file
+# a file with its identity and version, which changes if it is replaced or written; None: no such file
+FileState = tuple[Path, tuple[int, ...] | None]
 
 
 def states_of(paths: Iterable[Path]) -> tuple[FileState, ...]:
     """Return the states of files, and of the files in directories."""
-    return tuple(FileState(file, _identity(file)) for path in paths for file in _files(path))
+    return tuple((file, _identity(file)) for path in paths for file in _files(path))
 
 
 def check_unchanged(states: Iterable[FileState]) -> None:
@@ -415,9 +405,9 @@ def check_unchanged(states: Iterable[FileState]) -> None:
     Raises:
         SourceError: A file was replaced, written or removed.
     """
-    for state in states:
-        if _identity(state.path) != state.identity:
-            raise SourceError(f"{state.path} changed while it was read", hint="run again when it is complete")
+    for path, identity in states:
+        if _identity(path) != identity:
+            raise SourceError(f"{path} changed while it was read", hint="run again when it is complete")
 
 
 def _files(path: Path) -> Iterable[Path]:

@@ -38,10 +38,6 @@ class Need(Enum):
 RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
 
 
-def _no_cells(section: Any) -> Mapping[str, Mapping[str, Any]]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
     """One instrument: its options, and how its results are shown.
@@ -67,7 +63,7 @@ class Instrument:
     section: type
     view: Callable[[Any, bool], Iterator[Any]]
     columns: tuple[str, ...] = ()
-    cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = _no_cells
+    cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda section: {}
 
 
 @cache

@@ -34,11 +34,9 @@ def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
         answer = {"answer": work()}
     except AuditError as error:
         answer = {"error": str(error.args[0]), "hint": error.hint}
-    except MemoryError:
-        answer = {"error": "reading it takes too much memory", "hint": ""}
     except BaseException as error:
         words = " ".join(str(error).split())[:_MAX_WORDS]
-        too_much = any(text in words for text in _OUT_OF_MEMORY)
+        too_much = isinstance(error, MemoryError) or any(text in words for text in _OUT_OF_MEMORY)
         text = "reading it takes too much memory" if too_much else f"{type(error).__name__}: {words}"
         answer = {"error": text, "hint": ""}
     if attempts:

@@ -8,23 +8,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # imported before signals are handled
     from collections.abc import Mapping
 
-__all__ = ["Place", "place_of", "silence"]
+__all__ = ["place_of", "silence"]
 
 
-class Place:
-    """The rank of this process.
-
-    Args:
-        rank: Rank, from 0.
-        count: Number of processes.
-    """
-
-    def __init__(self, rank: int, count: int) -> None:
-        self.rank, self.count = rank, count
-
-
-def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the rank of this process; ``None`` if it is the only one.
+def place_of(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return the rank of this process, from 0, and the number of processes; ``None`` if it is the only one.
 
     Launchers other than ``torchrun`` set the same variables.
     """
@@ -32,7 +20,7 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
     launched = all(name in environment for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (launched and rank.isdecimal() and count.isdecimal() and int(count) > 1):
         return None
-    return Place(int(rank), int(count))
+    return int(rank), int(count)
 
 
 def silence() -> None:

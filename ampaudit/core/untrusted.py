@@ -56,9 +56,8 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
         handle = os.open(path, _FLAGS)
     except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
         why = getattr(cause, "strerror", None) or cause
-        if (
-            os.name == "nt" and isinstance(cause, PermissionError) and path.is_dir()
-        ):  # directories cannot be opened there
+        # Windows cannot open directories
+        if os.name == "nt" and isinstance(cause, PermissionError) and path.is_dir():
             why = "a directory, not a regular file"
         raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     mode = os.fstat(handle).st_mode

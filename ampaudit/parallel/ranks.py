@@ -80,6 +80,7 @@ class _Answer:
 
 
 _ANSWER = TypeAdapter(_Answer)
+_FAILURE = TypeAdapter(Failure)
 _NUMBERS = TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
@@ -400,20 +401,19 @@ def _raise_lost(rank: int, what: str) -> NoReturn:
 
 
 @contextmanager
-def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare | None]:
-    """Yield this process's share of a command, ``None`` without ranks; all exit with the code of rank 0.
+def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare]:
+    """Yield this rank's share of a command; all ranks exit with the code of rank 0.
 
     Args:
         kind: Type of the share.
         name: Name of the work, for processes started by those of the ranks.
     """
     place = place_of()
-    if place is None:
-        yield None
-        return
-    share = kind(Board.connect(place.rank, name), place.rank, place.count)
+    assert place is not None, "only a process of torchrun has a rank"
+    rank, count = place
+    share = kind(Board.connect(rank, name), rank, count)
     share.tell_signals()
-    if place.rank > 0:
+    if rank > 0:
         try:
             yield share
         except (PartDone, RankLost):
@@ -460,8 +460,7 @@ class PipelineShare(RankShare):
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
         """Join the records of all ranks; a failure here is announced, so that no rank waits for the batch."""
         if local.failure is not None:
-            failure = TypeAdapter(Failure).dump_json(local.failure)
-            self._board.put(f"stopped/{self._passes}/{self.rank}", failure)
+            self._board.put(f"stopped/{self._passes}/{self.rank}", _FAILURE.dump_json(local.failure))
         return super().joined(phase, local, progress)
 
     def send(self, key: str, data: bytes) -> None:
@@ -488,7 +487,7 @@ class PipelineShare(RankShare):
         for rank in range(self.count):
             key = f"stopped/{self._passes}/{rank}"
             if rank != self.rank and self._board.has(key):
-                raise TypeAdapter(Failure).validate_json(self._board.get(key)).as_error()
+                raise _FAILURE.validate_json(self._board.get(key)).as_error()
 
 
 class _Stage(Route):
