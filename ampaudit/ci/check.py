@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ampaudit.render.json import to_json
 from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
 from ampaudit.report.documents import read_record
 
-__all__ = ["BaselineFile", "Limits", "check", "check_all"]
+__all__ = ["BaselineFile", "check", "check_all"]
 
 _HOW = "write one with: ampaudit check TARGETS --baseline FILE --update-baseline"
 _POLL_SECONDS = 0.05
@@ -67,7 +67,7 @@ def check(
     if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(chosen.allow)
-    limits = Limits(chosen.jobs, chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
+    limits = ChildLimits(chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
     budgets = _json_values(chosen, {field.name for field in fields(Budgets)})
     Budgets.of(budgets)  # validates the limits
     update = chosen.update_baseline
@@ -79,7 +79,7 @@ def check(
         Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
         for number, target in enumerate(paths)
     ]
-    results = check_all(requests, limits, session.on_progress)
+    results = check_all(requests, chosen.jobs, limits, session.on_progress)
     if update and baseline is not None:
         baseline.update(results)
     return CheckResults.of(results)
@@ -134,23 +134,10 @@ class BaselineFile:
         return f"{beside.replace(os.sep, '/')}{target[len(file) :]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of the processes; ``None`` means unlimited.
-
-    Attributes:
-        jobs: Number of parallel processes.
-        timeout: Seconds for each process.
-        memory: Bytes for each process.
-    """
-
-    jobs: int = 1
-    timeout: float | None = None
-    memory: int | None = None
-
-
-def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress) -> list[TargetResult]:
-    """Run the requests in parallel processes, and return their results in order.
+def check_all(
+    requests: Sequence[Request], jobs: int, limits: ChildLimits, on_progress: Progress
+) -> list[TargetResult]:
+    """Run the requests, so many processes at a time, and return their results in order.
 
     A process that dies or is stopped gives a result as well: its target could not be audited.
     """
@@ -160,9 +147,9 @@ def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress
     with temporary_directory("ampaudit-check-") as folder:
         try:
             while waiting or running:
-                while waiting and len(running) < limits.jobs:
+                while waiting and len(running) < jobs:
                     number, request = waiting.pop()
-                    running[number] = _Worker(request, folder / str(number), limits)
+                    running[number] = _Worker(request, folder / str(number), jobs, limits)
                 time.sleep(_POLL_SECONDS)
                 for number, worker in list(running.items()):
                     result = worker.poll()
@@ -179,13 +166,13 @@ def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress
 class _Worker:
     """The process of one request."""
 
-    def __init__(self, request: Request, folder: Path, limits: Limits) -> None:
+    def __init__(self, request: Request, folder: Path, jobs: int, limits: ChildLimits) -> None:
         folder.mkdir()
-        self._request, self._limits = request, ChildLimits(limits.timeout, limits.memory)
+        self._request, self._limits = request, limits
         self._result = folder / "result.json"
         environment = child_environment()
-        if limits.jobs > 1:  # divide the cores among the processes
-            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // limits.jobs))
+        if jobs > 1:  # divide the cores among the processes
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
         question = folder / "request.json"
         question.write_bytes(TypeAdapter(Request).dump_json(request))
         self.process = ChildProcess(

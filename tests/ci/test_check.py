@@ -19,10 +19,11 @@ import yaml
 
 from ampaudit import scan
 from ampaudit.audit.metric import metric_of
-from ampaudit.ci.check import Limits, check_all
+from ampaudit.ci.check import check_all
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
 from ampaudit.core import __version__
+from ampaudit.core.child import ChildLimits
 from ampaudit.core.errors import UsageError
 from ampaudit.core.session import Session, silent
 from ampaudit.core.text import parse_size
@@ -259,9 +260,11 @@ def test_codes_are_known() -> None:
 # -- processes
 
 
-def check(*targets: Path | str, limits: Limits | None = None, **budgets: object) -> list[TargetResult]:
+def check(
+    *targets: Path | str, jobs: int = 1, limits: ChildLimits | None = None, **budgets: object
+) -> list[TargetResult]:
     requests = [Request(str(target), {"policy": "half"}, budgets) for target in targets]
-    return check_all(requests, limits or Limits(jobs=2), silent)
+    return check_all(requests, jobs, limits or ChildLimits(), silent)
 
 
 def written(tmp_path: Path, files: dict[str, str]) -> list[Path]:
@@ -281,7 +284,7 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
         "shouts": GOOD + "print('{}'); import sys; print('x' * 100_000, file=sys.stderr)\n",
     }
     paths = written(tmp_path, files)
-    results = check(*paths, tmp_path / "gone.py", limits=Limits(jobs=2, memory=1_500_000_000))
+    results = check(*paths, tmp_path / "gone.py", jobs=2, limits=ChildLimits(memory=1_500_000_000))
     found = dict(zip([*files, "gone"], results, strict=True))
     assert {name: (r.verdict, r.exit_code) for name, r in found.items()} == {
         "good": ("pass", 0),
@@ -305,7 +308,7 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
 def test_parallel_checks_share_the_cores(tmp_path: Path, jobs: int) -> None:
     """A single process keeps torch's default."""
     code = "import os\ndef get_model(): raise ValueError(f\"<{os.environ.get('OMP_NUM_THREADS')}>\")\n"
-    (result,) = check(*written(tmp_path, {"threads": code}), limits=Limits(jobs=jobs))
+    (result,) = check(*written(tmp_path, {"threads": code}), jobs=jobs)
     share = str(max(1, (os.cpu_count() or 1) // jobs))
     assert f"<{share if jobs > 1 else os.environ.get('OMP_NUM_THREADS')}>" in result.error
 
@@ -316,7 +319,7 @@ def test_a_model_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None
         "open(__file__ + '.pid', 'w').write(str(p.pid))\ntime.sleep(1000)\n"
     )
     (path,) = written(tmp_path, {"hangs": code})
-    (result,) = check(path, limits=Limits(timeout=8))
+    (result,) = check(path, limits=ChildLimits(seconds=8))
     assert (result.verdict, result.exit_code) == ("error", 3)
     assert "stopped after 8 s" in result.error
     child = int(Path(f"{path}.pid").read_text())
