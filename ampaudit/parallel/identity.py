@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,6 +17,7 @@ from ampaudit.audit.config import Rules, ScanConfig, rules_of
 from ampaudit.core import __version__
 from ampaudit.core.config import Config
 from ampaudit.core.errors import UsageError
+from ampaudit.run.share import Share
 from ampaudit.source import ModelSource
 from ampaudit.source.user_code import GIVEN_FILE
 from ampaudit.trace.entry import tensor_leaves
@@ -36,11 +37,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 _IGNORED_OPTIONS = {"policy", "device", "memory", "fail_on"}
 
 
-class CommandShare(Protocol):
-    """A share of a command's batches that checks what is audited."""
+class CommandShare(Share):
+    """A share of a command's batches that knows the location and identity of what is audited."""
+
+    about: tuple[str, Identity] | None = None
 
     def describe(self, location: str, identity: Identity) -> None:
         """Set what is audited."""
+        self.about = location, identity
 
 
 _UNDIVIDED = {

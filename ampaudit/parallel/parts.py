@@ -21,9 +21,9 @@ from ampaudit.core.files import write_bytes
 from ampaudit.core.session import Progress
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import describe, describe_path, open_regular, parse_json
-from ampaudit.parallel.identity import Identity
+from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import Failure, PartDone, PartRecords, Share, join_parts, joined_in_order, raise_first
+from ampaudit.run.share import Failure, PartDone, PartRecords, join_parts, joined_in_order, raise_first
 
 __all__ = [
     "KIND",
@@ -65,7 +65,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return index - 1, count
 
 
-class FilePart(Share):
+class FilePart(CommandShare):
     """Runs every n-th batch and saves its records to a file.
 
     Args:
@@ -76,12 +76,7 @@ class FilePart(Share):
 
     def __init__(self, index: int, count: int, words: Sequence[str]) -> None:
         self._index, self._count, self._words = index, count, tuple(words)
-        self._about: tuple[str, Identity] | None = None
         self._local: PartRecords | None = None
-
-    def describe(self, location: str, identity: Identity) -> None:
-        """Set what is audited."""
-        self._about = location, identity
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether a batch belongs to the part."""
@@ -99,19 +94,12 @@ class FilePart(Share):
             OutputError: The file exists or cannot be written.
             AuditError: The error that ended the part, which is written first.
         """
-        assert self._about is not None
+        assert self.about is not None
         assert self._local is not None
-        local, (location, identity) = self._local, self._about
+        local, (_, identity) = self._local, self.about
+        batches = tuple(sorted(local.records))
         part = AuditPart(
-            KIND,
-            SCHEMA,
-            self._index,
-            self._count,
-            location,
-            identity,
-            tuple(sorted(local.records)),
-            local.failure,
-            self._words,
+            KIND, SCHEMA, self._index, self._count, *self.about, batches, local.failure, self._words
         )
         lines = (part_to_json(part), *(records_to_json(local.records[number]) for number in part.batches))
         write_bytes(path, b"".join(line + b"\n" for line in lines), force=force)
@@ -202,7 +190,7 @@ def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None
             )
 
 
-class MergedParts(Share):
+class MergedParts(CommandShare):
     """Joins the records of parts that other processes have run.
 
     The second pass, for measured rules, runs in this process.

@@ -24,7 +24,7 @@ from ampaudit.core.errors import AuditError, InputError, RankLost, RunFailed, Us
 from ampaudit.core.session import Progress
 from ampaudit.core.torchrun import place_of
 from ampaudit.core.untrusted import describe
-from ampaudit.parallel.identity import Identity
+from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import (
     KIND,
     SCHEMA,
@@ -42,7 +42,6 @@ from ampaudit.run.share import (
     PartRecords,
     RepairMasks,
     Route,
-    Share,
     joined_in_order,
     raise_first,
 )
@@ -84,7 +83,7 @@ _FAILURE = TypeAdapter(Failure)
 _NUMBERS = TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
-class RankShare(Share):
+class RankShare(CommandShare):
     """Runs every n-th batch, and joins the records of all ranks on rank 0.
 
     Args:
@@ -97,14 +96,13 @@ class RankShare(Share):
         self.rank, self.count = rank, count
         self._board = board
         self._monitor = RankMonitor(board, rank, count)
-        self._about: tuple[str, Identity] | None = None
         self.follows = rank > 0
         self._passes = self._answers = self._gathers = 0
         self._moves_before = 0  # progress of each rank in earlier passes
 
     def describe(self, location: str, identity: Identity) -> None:
         """Set what this rank audits."""
-        self._about = location, identity
+        super().describe(location, identity)
         self._monitor.describe(identity)
 
     def mine(self, phase: str, number: int) -> bool:
@@ -125,16 +123,16 @@ class RankShare(Share):
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
         """Return the joined record of all batches for each policy; see ``Share``."""
         self._passes += 1
-        assert self._about is not None, "describe() comes before joined()"
+        assert self.about is not None, "describe() comes before joined()"
         batches = tuple(sorted(local.records))
         failure = local.failure
         if failure is not None and failure.kind == "RunFailed":  # perhaps its machine's, as a lack of memory
             failure = replace(failure, message=f"rank {self.rank}: {failure.message}")
-        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self._about, batches, failure)
+        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self.about, batches, failure)
         if self.rank > 0:
             self._board.put(f"{self._passes}/{self.rank}", part_to_json(part))
             return self._send(local)
-        parts, total = [part], self._about[1].batches
+        parts, total = [part], self.about[1].batches
         for rank in range(1, self.count):
             data = self._wait_for(
                 f"{self._passes}/{rank}", rank, lambda: progress(self.progress_of(phase), total - 1, total)

@@ -24,7 +24,7 @@ _OTHER = "give another directory, or remove this one to start again"
 _NEW = "give a new or an empty directory"
 
 
-class ResumedShare(Share):
+class ResumedShare(CommandShare):
     """Saves each batch's records and each segment's states in a directory, and reuses saved ones.
 
     Args:
@@ -35,11 +35,7 @@ class ResumedShare(Share):
     def __init__(self, directory: Path, inner: CommandShare | None) -> None:
         self.directory = directory
         self.route = self._saved = _StateDirectory(directory)
-        self._inner: Share = ALONE
-        self._described = inner
-        if isinstance(inner, Share):
-            self._inner = inner
-        self._about: tuple[str, Identity] | None = None
+        self._inner: Share = inner or ALONE
 
     def describe(self, location: str, identity: Identity) -> None:
         """Compare the audit with that of the directory.
@@ -48,7 +44,7 @@ class ResumedShare(Share):
             InputError: The directory belongs to another audit or holds other files.
             OutputError: The directory cannot be created.
         """
-        self._about = location, identity
+        super().describe(location, identity)
         path = self.directory / _AUDIT
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -68,8 +64,8 @@ class ResumedShare(Share):
                 )
         else:
             self._write(path)
-        if self._described is not None:
-            self._described.describe(location, identity)
+        if isinstance(self._inner, CommandShare):
+            self._inner.describe(location, identity)
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this process runs a batch that has no saved record."""
@@ -90,7 +86,7 @@ class ResumedShare(Share):
             return None
         try:
             file = PartFile(path)
-            if self._about and file.part.identity == self._about[1] and file.part.batches == (number,):
+            if self.about and file.part.identity == self.about[1] and file.part.batches == (number,):
                 return file.records()
         except InputError as error:
             again = f"remove {describe_path(path)}: its batch runs again"
@@ -115,8 +111,8 @@ class ResumedShare(Share):
         return self.directory / f"{phase}-{number}.json"
 
     def _write(self, path: Path, batches: tuple[int, ...] = (), records: bytes = b"") -> None:
-        assert self._about is not None, "describe() comes before any batch"
-        part = AuditPart(KIND, SCHEMA, 0, 1, *self._about, batches)
+        assert self.about is not None, "describe() comes before any batch"
+        part = AuditPart(KIND, SCHEMA, 0, 1, *self.about, batches)
         write_bytes(path, part_to_json(part) + b"\n" + records, force=True)
 
 
