@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.utils import _pytree as pytree
 
 from ampaudit.audit.plan import trace_under
 from ampaudit.core.errors import InputError, first_line
@@ -24,6 +23,7 @@ from ampaudit.run.device import naming_indices, tf32
 from ampaudit.run.program import call_on
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import attach_weights
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import stored_dtypes
 from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.values import dtype_name, torch_dtype
@@ -133,12 +133,9 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
         NotSupported: The device or the model does not support the mode.
         AuditError: The model cannot be traced, or has no loss.
     """
-    if mode == "converted":
-        return _converted(setup)
-    if mode == "converted+compile":
-        return _compiled(setup)
-    if mode == "autocast":
-        return _autocast(setup)
+    builders = {"converted": _converted, "converted+compile": _compiled, "autocast": _autocast}
+    if mode in builders:
+        return builders[mode](setup)
     if mode == "tf32":
         device = setup.device
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
@@ -219,8 +216,7 @@ def _compiled(setup: BenchSetup) -> ModeRunner:
 
 def batch_size_of(batch: Batch) -> int:
     """Return the most frequent first dimension of a batch's tensors; 1 without tensors."""
-    leaves = pytree.tree_leaves((batch.args, batch.kwargs))
-    counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
+    counts = Counter(t.shape[0] for t in tensor_leaves(batch.args, batch.kwargs) if t.ndim > 0)
     return counts.most_common(1)[0][0] if counts else 1
 
 
@@ -233,7 +229,8 @@ def resized(batch: Batch, size: int) -> Batch:
     current = batch_size_of(batch)
     if current == size:
         return batch
-    if not any(t.ndim > 0 and t.shape[0] == current for t in _tensors(batch)):
+    tensors = tensor_leaves((*batch.args, batch.item), batch.kwargs)
+    if not any(t.ndim > 0 and t.shape[0] == current for t in tensors):
         raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
 
     def change(value: torch.Tensor) -> torch.Tensor:
@@ -251,8 +248,3 @@ def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) 
         return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)
 
     return batch.mapped(move)
-
-
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves((batch.args, batch.kwargs, batch.item))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

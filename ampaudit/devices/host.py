@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ampaudit.core.text import escape_control, format_bytes
@@ -184,23 +182,19 @@ def _headline(device: HostDevice) -> Text:
 
 def render_catalogue() -> RenderableType:
     """Render a table of the generations with rates in TFLOPS, and the ids of the other devices."""
-    others = ", ".join(device.id for device in all_devices().values() if device.like)
-    return Group(
-        Text("What each generation can do: dense TFLOPS, products with float32 accumulation", "bold"),
-        _table(generations()),
-        Text.assemble(("Also listed  ", "bold"), others),
-        Text("ampaudit devices NAME: one device, with advice and sources", "dim"),
-    )
-
-
-def _table(devices: Sequence[Device]) -> Table:
     heads = ("fp32", "tf32", "fp16", "fp16 tensor", "bf16 tensor", "fp8")
     table = open_table("device", "generation", *heads, "GB/s", "memory", left=("generation",))
-    for d in devices:
+    for d in generations():
         rates = (d.fp32, d.tensor.tf32, d.fp16, d.tensor.fp16, d.tensor.bf16, d.tensor.fp8, d.bandwidth_gbs)
         memory = f"{d.memory_gb:g} GB" if d.memory_gb else ""
         table.add_row(d.id, d.generation, *map(_rate, rates), memory)
-    return table
+    others = ", ".join(device.id for device in all_devices().values() if device.like)
+    return Group(
+        Text("What each generation can do: dense TFLOPS, products with float32 accumulation", "bold"),
+        table,
+        Text.assemble(("Also listed  ", "bold"), others),
+        Text("ampaudit devices NAME: one device, with advice and sources", "dim"),
+    )
 
 
 def _rate(value: float | None) -> str:

@@ -49,6 +49,8 @@ _TORCH_VALUES |= {torch.memory_format: "memory_format"}
 _FILE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items() if name != "F4"}
 _ALIGNMENT = 16  # bytes of the largest dtype
 _Described = tuple[torch.Tensor, dict[str, Any]]
+# an entry of the file, and its bytes on the CPU, which may share memory with the call's tensors
+_Packed = tuple[TensorEntry, torch.Tensor]
 _MIN_FREE = 200_000_000  # bytes to leave free on the disk
 _MAX_JSON = 5_000_000  # bytes; readers reject JSON with more values than this may hold
 _LIBRARIES = ("torch", "transformers", "diffusers")
@@ -240,7 +242,7 @@ def _create_recordings(names: Sequence[str], directory: Path, config: RecordConf
         except OSError as error:
             raise OutputError(f"cannot make {describe_path(directory)}: {error.strerror}") from error
     for recording in recordings.values():
-        recording.check()
+        check_directory(recording.directory, force=config.force, ours=RECORDING)
     return recordings
 
 
@@ -263,14 +265,6 @@ def _watching(watcher: Watcher, result: Result) -> Iterator[Result]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """An entry of the file, and its bytes on the CPU, which may share memory with the call's tensors."""
-
-    entry: TensorEntry
-    data: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
     """A tensor's byte range in its storage."""
 
@@ -285,7 +279,7 @@ class _Span:
         return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
 
 
-def pack_tensors(tensors: Iterable[_Described]) -> list[PackedTensor]:
+def pack_tensors(tensors: Iterable[_Described]) -> list[_Packed]:
     """Lay out tensors, and complete their descriptions with entry, dtype, shape, strides and offset.
 
     Tensors that overlap in memory are stored as the range that they cover, so that they share memory again
@@ -295,12 +289,12 @@ def pack_tensors(tensors: Iterable[_Described]) -> list[PackedTensor]:
     for number, (tensor, description) in enumerate(tensors):
         address = tensor.untyped_storage().data_ptr() or -number - 1  # 0 without elements: each on its own
         storages.setdefault((str(tensor.device), address), []).append(_span(tensor, description))
-    packed: list[PackedTensor] = []
+    packed: list[_Packed] = []
     for spans in storages.values():
         for cluster in _clusters(spans):
             _pack(cluster, packed)
     # entries follow each other without gaps: with aligned sizes first, all of those are aligned
-    return sorted(packed, key=lambda item: -(item.entry.size % _ALIGNMENT == 0))
+    return sorted(packed, key=lambda item: -(item[0].size % _ALIGNMENT == 0))
 
 
 def _span(tensor: torch.Tensor, description: dict[str, Any]) -> _Span:
@@ -321,7 +315,7 @@ def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
     yield group
 
 
-def _pack(cluster: Sequence[_Span], packed: list[PackedTensor]) -> None:
+def _pack(cluster: Sequence[_Span], packed: list[_Packed]) -> None:
     views = {span.key: span.tensor for span in cluster}
     start, stop = cluster[0].start, max(span.stop for span in cluster)
     if stop - start > 2 * sum(view.numel() * view.dtype.itemsize for view in views.values()):
@@ -334,7 +328,7 @@ def _pack(cluster: Sequence[_Span], packed: list[PackedTensor]) -> None:
         _store(cluster, start - start % _ALIGNMENT if several else start, stop, packed)
 
 
-def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[PackedTensor]) -> None:
+def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[_Packed]) -> None:
     name, tensor = str(len(packed)), cluster[0].tensor
     dtypes = {span.tensor.dtype for span in cluster}
     kind = _FILE_NAMES.get(dtype_name(tensor.dtype), "U8") if len(dtypes) == 1 else "U8"
@@ -343,7 +337,7 @@ def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[PackedT
     shape = tuple(tensor.shape) if alone else ((stop - start) // width,)
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     data.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
-    packed.append(PackedTensor(TensorEntry(name, kind, shape), data.cpu()))
+    packed.append((TensorEntry(name, kind, shape), data.cpu()))
     for span in cluster:
         span.description.update(
             tensor=name,
@@ -381,14 +375,6 @@ class Recording:
     stopped: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _header: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Reject a directory that cannot or should not be written to.
-
-        Raises:
-            OutputError: The directory may not be replaced.
-        """
-        check_directory(self.directory, force=self.config.force, ours=RECORDING)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a call before it is made. Failures are reported but never raised."""
@@ -432,12 +418,12 @@ class Recording:
             "kwargs": {name: encoder.encode(value, name) for name, value in kwargs.items()},
         }
         tensors = pack_tensors(encoder.tensors)
-        head, _ = laid_out([item.entry for item in tensors], {})
+        head, _ = laid_out([entry for entry, _ in tensors], {})
         assert self.module is not None
         text = json.dumps({**call, "training": self.module.training, **mode}, allow_nan=False).encode()
         if len(text) > _MAX_JSON:
             raise Unstorable(f"its texts and numbers need {format_bytes(len(text))}")
-        size = len(head) + len(text) + sum(item.data.numel() for item in tensors)
+        size = len(head) + len(text) + sum(data.numel() for _, data in tensors)
         if self._is_full(size):
             return
         if not self._header:
@@ -446,8 +432,8 @@ class Recording:
         if tensors:
             with _atomic_file(place.with_suffix(".safetensors")) as stream:
                 stream.write(head)
-                for item in tensors:
-                    stream.write(item.data.numpy().data)
+                for _, data in tensors:
+                    stream.write(data.numpy().data)
         with _atomic_file(place) as stream:  # last: it marks the call as complete
             stream.write(text)
         self.recorded += 1
@@ -465,7 +451,7 @@ class Recording:
 
     def _begin(self) -> None:
         """Create the directory, or empty that of an earlier recording."""
-        self.check()
+        check_directory(self.directory, force=self.config.force, ours=RECORDING)
         if self.directory.is_dir():
             for pattern in (CALL_FILES, CALL_FILES.replace("json", "safetensors"), ".call-*.part"):
                 for old in self.directory.glob(pattern):
