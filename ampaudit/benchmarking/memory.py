@@ -77,19 +77,12 @@ def measure_peak(step: Callable[[], object], live: int, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of the allocator.
-
-    Attributes:
-        time: Time in nanoseconds.
-        size: Bytes; negative for a free.
-        address: Address of the memory.
-        kernel_end: End of the kernel that made the call, in nanoseconds; 0 outside of a kernel.
-    """
+    """A call of the allocator, with times in nanoseconds."""
 
     time: int
-    size: int
+    size: int  # bytes; negative for a free
     address: int
-    kernel_end: int
+    kernel_end: int  # of the kernel that made the call; 0 outside of a kernel
 
 
 def _profiled(step: Callable[[], object]) -> list[_Call]:

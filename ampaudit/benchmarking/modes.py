@@ -51,25 +51,15 @@ class NotSupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """The model and the conditions of a measurement.
+    """The model and the conditions of a measurement."""
 
-    Attributes:
-        source: Model with batches of the size to measure.
-        device: Device to run on.
-        form: 16-bit format of autocast and conversions.
-        rules: Policy of conversions.
-        train: Whether a step is a training step.
-        seed: Random seed.
-        target: Device to estimate for, whose autocast is then emulated.
-    """
-
-    source: ModelSource
+    source: ModelSource  # with batches of the size to measure
     device: torch.device
-    form: NumberFormat
-    rules: RuleSet
-    train: bool
+    form: NumberFormat  # of autocast and conversions
+    rules: RuleSet  # of conversions
+    train: bool  # whether a step is a training step
     seed: int
-    target: Device | None = None
+    target: Device | None = None  # device to estimate for, whose autocast is then emulated
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -85,23 +75,15 @@ def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
 
 @dataclass
 class ModeRunner:
-    """A mode that can be run.
+    """A mode that can be run."""
 
-    Attributes:
-        how: Description for readers.
-        model: Model with its weights, on the device.
-        context: Context manager for forward passes outside of training.
-        dtype: Dtype of floating-point inputs; unchanged if ``None``.
-        training: Training step of the model; ``None`` for inference.
-        masters: Names of parameters that are FP32 masters of 16-bit copies.
-    """
-
-    how: str
-    model: nn.Module
+    how: str  # description for readers
+    model: nn.Module  # with its weights, on the device
+    # entered around forward passes outside of training
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    dtype: torch.dtype | None = None
-    training: TrainingStep | None = None
-    masters: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None  # of floating-point inputs; unchanged if None
+    training: TrainingStep | None = None  # None for inference
+    masters: frozenset[str] = frozenset()  # names of parameters that are FP32 masters of 16-bit copies
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -23,17 +23,11 @@ _FALL_BITS, _FALL_DB = 1.0, 6.0
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The result of comparing a report with budgets.
+    """The result of comparing a report with budgets."""
 
-    Attributes:
-        breaches: Breaches that count; with a baseline, those that are new or worse.
-        known: Breaches that the baseline accepts.
-        gone: Findings of the baseline that no longer occur.
-    """
-
-    breaches: tuple[Breach, ...]
-    known: tuple[Breach, ...] = ()
-    gone: tuple[KnownFinding, ...] = ()
+    breaches: tuple[Breach, ...]  # that count; with a baseline, those that are new or worse
+    known: tuple[Breach, ...] = ()  # that the baseline accepts
+    gone: tuple[KnownFinding, ...] = ()  # findings of the baseline that no longer occur
 
 
 def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:

@@ -31,29 +31,17 @@ _FIRST = {
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
-    """A class of a model.
-
-    Attributes:
-        name: Name of the class.
-        file: File that defines it.
-        line: Line of the definition, from 1.
-        required: Names of the required constructor arguments.
-        arguments: Literal arguments of a call in the project; ``None`` without such a call.
-        called_at: File and line of that call.
-        inputs: Expression that creates inputs.
-        because: Reason for these inputs.
-        trains: Line of a backward pass that importing its file would run; 0 without one.
-    """
+    """A class of a model."""
 
     name: str
     file: Path
     line: int
-    required: tuple[str, ...]
-    arguments: str | None = None
-    called_at: str = ""
-    inputs: str = ""
-    because: str = ""
-    trains: int = 0
+    required: tuple[str, ...]  # names of the required constructor arguments
+    arguments: str | None = None  # literal arguments of a call in the project; None without such a call
+    called_at: str = ""  # file and line of that call
+    inputs: str = ""  # expression that creates inputs
+    because: str = ""  # reason for these inputs
+    trains: int = 0  # line of a backward pass that importing its file would run; 0 without one
 
 
 @dataclass(slots=True)

@@ -26,15 +26,10 @@ _MAX_LINE = 200
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """Limits of a process and its children; ``None`` means unlimited.
+    """Limits of a process and its children; ``None`` means unlimited."""
 
-    Attributes:
-        seconds: Wall-clock seconds.
-        memory: Resident bytes of all its processes together.
-    """
-
-    seconds: float | None = None
-    memory: int | None = None
+    seconds: float | None = None  # of wall-clock time
+    memory: int | None = None  # resident bytes of all its processes together
 
 
 class ChildProcess:

@@ -54,25 +54,15 @@ COMMAND_LINE = "--"  # how values are named in errors: as options
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The description of a record's field, and where it can be set.
+    """The description of a record's field, and where it can be set."""
 
-    Attributes:
-        help: Description for the help text and the documentation.
-        metavar: Placeholder of the value in the help text.
-        flags: Names on the command line; a long one replaces the field's own.
-        command_line: Whether it is an option of the command.
-        file: Whether it is a key in pyproject.toml, where the command has a table.
-        commas: Whether several values are given as one text with commas.
-        accepts: Types that a caller may pass, as source code, if the field converts them.
-    """
-
-    help: str
-    metavar: str | None = None
-    flags: tuple[str, ...] = ()
-    command_line: bool = True
-    file: bool = True
-    commas: bool = False
-    accepts: str = ""
+    help: str  # for the help text and the documentation
+    metavar: str | None = None  # placeholder of the value in the help text
+    flags: tuple[str, ...] = ()  # on the command line; a long one replaces the field's own
+    command_line: bool = True  # whether it is an option of the command
+    file: bool = True  # whether it is a key in pyproject.toml, where the command has a table
+    commas: bool = False  # whether several values are given as one text with commas
+    accepts: str = ""  # types that a caller may pass, as source code, if the field converts them
 
 
 def python_only(text: str) -> Option:

@@ -41,21 +41,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A binary floating-point format.
+    """A binary floating-point format."""
 
-    Attributes:
-        name: Name of the torch dtype.
-        fraction_bits: Explicit bits of the significand.
-        min_exponent: Exponent of the smallest normal number, which is ``2**min_exponent``.
-        max: Largest finite value.
-        has_inf: Whether overflow gives infinity (otherwise it gives NaN).
-    """
-
-    name: str
-    fraction_bits: int
-    min_exponent: int
-    max: float
-    has_inf: bool = True
+    name: str  # of the torch dtype
+    fraction_bits: int  # explicit bits of the significand
+    min_exponent: int  # exponent of the smallest normal number, which is 2**min_exponent
+    max: float  # largest finite value
+    has_inf: bool = True  # whether overflow gives infinity (otherwise NaN)
 
     @property
     def eps(self) -> float:

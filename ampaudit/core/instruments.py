@@ -43,26 +43,17 @@ class Instrument:
     """One instrument: its options, and how its results are shown.
 
     The module ``measuring`` of its package measures, and is imported only when the instrument is requested.
-
-    Attributes:
-        name: Name of the package, of the option that requests it, and of its section in a report.
-        title: Label of its section on the HTML page.
-        options: Type of its options, which become options of ``scan``.
-        needs: Requirements on a run.
-        section: Type of its section in a report.
-        view: Function that returns the ``render.blocks`` of a section, with all rows if its second argument
-            is true.
-        columns: Names of the columns that it adds to tables of sites.
-        cells: Function that returns the cells of these columns from a section, by site and column.
     """
 
-    name: str
-    title: str
-    options: type[Config]
-    needs: frozenset[Need]
-    section: type
+    name: str  # of the package, of the option that requests it, and of its section in a report
+    title: str  # label of its section on the HTML page
+    options: type[Config]  # type of its options, which become options of ``scan``
+    needs: frozenset[Need]  # requirements on a run
+    section: type  # type of its section in a report
+    # the ``render.blocks`` of a section, with all rows if the second argument is true
     view: Callable[[Any, bool], Iterator[Any]]
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # that it adds to tables of sites
+    # of these columns from a section, by site and column
     cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda section: {}
 
 

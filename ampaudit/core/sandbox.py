@@ -31,17 +31,11 @@ _FOLDERS = ("TMPDIR", "TEMP", "TMP", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of a confined process; ``None`` means unlimited.
+    """The limits of a confined process; ``None`` means unlimited."""
 
-    Attributes:
-        seconds: Wall-clock seconds.
-        memory: Bytes in addition to those of its imports.
-        processor_seconds: Seconds of processor time after its imports.
-    """
-
-    seconds: float
-    memory: int | None = None
-    processor_seconds: int | None = None
+    seconds: float  # of wall-clock time
+    memory: int | None = None  # bytes in addition to those of its imports
+    processor_seconds: int | None = None  # after its imports
 
 
 class Sandbox:

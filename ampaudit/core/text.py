@@ -186,19 +186,12 @@ def differing_share(db: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """One suppression comment.
+    """One suppression comment."""
 
-    Attributes:
-        line: Line number, from 1.
-        codes: Suppressed codes; empty for all.
-        reason: Text after the codes.
-        code: Source line, including the comment.
-    """
-
-    line: int
-    codes: tuple[str, ...]
-    reason: str
-    code: str
+    line: int  # number, from 1
+    codes: tuple[str, ...]  # suppressed codes; empty for all
+    reason: str  # text after the codes
+    code: str  # source line, including the comment
 
 
 def comments_of(text: str) -> list[Comment]:

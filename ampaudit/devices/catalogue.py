@@ -37,44 +37,25 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device.
+    """One device."""
 
-    Attributes:
-        id: Id for ``--for``.
-        match: Regular expressions for its name in torch, without makers, brands and separators.
-        family: Regular expressions for the names of other devices of the generation; only in the first entry
-            of a generation.
-        name: Name by its maker.
-        generation: Architecture.
-        capability: CUDA compute capability.
-        year: Year of release.
-        memory_gb: Memory in gigabytes (10^9 bytes).
-        bandwidth_gbs: Memory bandwidth in 10^9 bytes per second.
-        fp32: TFLOPS in float32, without tensor cores.
-        fp16: TFLOPS in float16, without tensor cores.
-        bf16: TFLOPS in bfloat16, without tensor cores.
-        tensor: TFLOPS with tensor or matrix cores.
-        advice: Advice for mixed precision.
-        sources: Sources of the numbers.
-        like: Id of the entry that represents its generation; empty for that entry.
-    """
-
-    id: str
-    match: tuple[str, ...]
+    id: str  # for --for
+    match: tuple[str, ...]  # regular expressions for its name in torch, without makers, brands and separators
+    # regular expressions for names of other devices of the generation; only in its first entry
     family: tuple[str, ...]
-    name: str
-    generation: str
-    capability: tuple[int, int] | None
-    year: int | None
-    memory_gb: float | None
-    bandwidth_gbs: float | None
-    fp32: float | None
+    name: str  # by its maker
+    generation: str  # architecture
+    capability: tuple[int, int] | None  # CUDA compute capability
+    year: int | None  # of release
+    memory_gb: float | None  # 10^9 bytes
+    bandwidth_gbs: float | None  # 10^9 bytes per second
+    fp32: float | None  # TFLOPS without tensor cores, as of the other formats
     fp16: float | None
     bf16: float | None
-    tensor: Rates
+    tensor: Rates  # TFLOPS with tensor or matrix cores
     advice: str
-    sources: tuple[str, ...]
-    like: str = ""
+    sources: tuple[str, ...]  # of the numbers
+    like: str = ""  # id of the entry that represents its generation; empty for that entry
 
     @property
     def products(self) -> str:

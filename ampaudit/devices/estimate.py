@@ -28,21 +28,13 @@ _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torc
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """The cost of one op.
+    """The cost of one op."""
 
-    Attributes:
-        flops: Floating-point operations.
-        precision: Dtype of the arithmetic.
-        product: Whether it is a matrix product, a convolution or attention.
-        bytes_moved: Bytes read and written.
-        cast: Whether it converts between dtypes.
-    """
-
-    flops: int
-    precision: str
-    product: bool
-    bytes_moved: int
-    cast: bool
+    flops: int  # floating-point operations
+    precision: str  # dtype of the arithmetic
+    product: bool  # whether it is a matrix product, a convolution or attention
+    bytes_moved: int  # read and written
+    cast: bool  # whether it converts between dtypes
 
 
 @dataclass

@@ -42,21 +42,13 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class HostDevice:
-    """One device of this machine.
+    """One device of this machine."""
 
-    Attributes:
-        kind: ``cuda``, ``mps`` or ``cpu``.
-        name: Name by torch or the system.
-        memory_bytes: Total memory.
-        facts: Capabilities, as text.
-        entry: Catalogue id of the device or of its generation; ``None`` if neither is listed.
-    """
-
-    kind: str
-    name: str
+    kind: str  # cuda, mps or cpu
+    name: str  # by torch or the system
     memory_bytes: int | None
-    facts: tuple[str, ...]
-    entry: str | None
+    facts: tuple[str, ...]  # capabilities, as text
+    entry: str | None  # catalogue id of the device or of its generation; None if neither is listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,25 +57,15 @@ _UNDIVIDED = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Fingerprint of an audit.
+    """Fingerprint of an audit: versions, and digests of what is audited."""
 
-    Attributes:
-        version: Version of ampaudit.
-        torch: Version of PyTorch.
-        model: Digest of the model's file and the files beside it that it imports, its modules with their
-            modes, and a sample of its weights.
-        inputs: Digest of a sample of all batches and of their non-tensor values.
-        batches: Number of batches.
-        policies: Digest of the rules of all policies.
-        options: Digest of the options of the audit.
-    """
-
-    version: str
+    version: str  # of ampaudit
     torch: str
+    # its file and the files beside it that it imports, its modules with modes, and a sample of weights
     model: str
-    inputs: str
-    batches: int
-    policies: str
+    inputs: str  # a sample of all batches, and their values other than tensors
+    batches: int  # number of batches
+    policies: str  # the rules of all policies
     options: str
 
     def difference(self, other: Identity) -> str:

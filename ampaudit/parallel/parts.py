@@ -234,29 +234,17 @@ class MergedParts(CommandShare):
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """The description of a part of an audit.
+    """The description of a part of an audit."""
 
-    Attributes:
-        kind: ``part``.
-        schema: Version of this format.
-        index: Index of the part, from 0.
-        count: Number of parts.
-        location: Location of the model, as on the command line.
-        identity: Fingerprint of the audit.
-        batches: Numbers of the batches whose records follow, in this order.
-        failure: Error that ended the run; ``None`` if it is complete.
-        words: Options of the audit, as on the command line.
-    """
-
-    kind: str
-    schema: int
-    index: int
-    count: int
-    location: str
+    kind: str  # "part"
+    schema: int  # version of this format
+    index: int  # from 0
+    count: int  # number of parts
+    location: str  # of the model, as on the command line
     identity: Identity
-    batches: tuple[int, ...]
-    failure: Failure | None = None
-    words: tuple[str, ...] = ()
+    batches: tuple[int, ...]  # numbers of the batches whose records follow, in this order
+    failure: Failure | None = None  # error that ended the run
+    words: tuple[str, ...] = ()  # options of the audit, as on the command line
 
 
 _PART = TypeAdapter(AuditPart)

@@ -65,17 +65,12 @@ _SIGNAL_SECONDS = 2.0  # for a terminated rank to report the signal
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A message from rank 0 to all ranks; an empty one asks for the records of further batches.
+    """A message from rank 0 to all ranks; an empty one asks for the records of further batches."""
 
-    Attributes:
-        totals: Joined records, reduced to what measured rules need.
-        failure: Error that ends the audit.
-        task: Command to run next.
-    """
-
+    # joined records, reduced to what measured rules need
     totals: list[RunRecord] = field(default_factory=list)
-    failure: Failure | None = None
-    task: list[str] = field(default_factory=list)
+    failure: Failure | None = None  # error that ends the audit
+    task: list[str] = field(default_factory=list)  # command to run next
 
 
 _ANSWER = TypeAdapter(_Answer)

@@ -305,21 +305,13 @@ def compiled(pattern: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Largest finite magnitudes at one op in an FP32 run; ``None`` without a finite value.
+    """Largest finite magnitudes at one op in an FP32 run; ``None`` without a finite value."""
 
-    Attributes:
-        weight_peak: Peak of its parameters and buffers.
-        input_peak: Peak of its other inputs.
-        output_peak: Peak of its output.
-        consumer_peak: Peak of the outputs of the ops that use its output.
-        mask: Whether an input or the output contains an attention mask, large by design.
-    """
-
-    weight_peak: float | None = None
-    input_peak: float | None = None
+    weight_peak: float | None = None  # of its parameters and buffers
+    input_peak: float | None = None  # of its other inputs
     output_peak: float | None = None
-    consumer_peak: float | None = None
-    mask: bool = False
+    consumer_peak: float | None = None  # of the outputs of the ops that use its output
+    mask: bool = False  # whether an input or the output contains an attention mask, large by design
 
     def joined(self, other: Measurement) -> Measurement:
         """Combine two runs: the larger peaks, and a mask if either has one."""
@@ -332,44 +324,27 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetEnvironment:
-    """The environment that the converted model will run in.
+    """The environment that the converted model will run in."""
 
-    Attributes:
-        capability: CUDA compute capability, such as 9.0; ``None`` without CUDA.
-        versions: Versions of ``torch`` and ``cuda``.
-    """
-
-    capability: float | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    capability: float | None = None  # CUDA compute capability, such as 9.0; None without CUDA
+    versions: Mapping[str, str] = field(default_factory=dict)  # of ``torch`` and ``cuda``
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """The facts about an op.
+    """The facts about an op."""
 
-    Attributes:
-        op: ATen name, such as ``softmax.int``.
-        layer: Path of the module whose forward calls it.
-        dtype: 16-bit format of the run.
-        site: Site id in reports.
-        classes: Qualified class names of the module and its bases, most derived first.
-        module: The module, for its attributes.
-        parameters: Names of the parameters and buffers among its inputs.
-        arguments: Scalar and list arguments by name, without those left at their default.
-        depth: Number of terms summed for one element of its output.
-        measurement: Measurement from the first run; ``None`` before it.
-    """
-
-    op: str
-    layer: str
-    dtype: str
-    site: str = ""
-    classes: tuple[str, ...] = ()
-    module: Any = None
-    parameters: tuple[str, ...] = ()
+    op: str  # ATen name, such as ``softmax.int``
+    layer: str  # path of the module whose forward calls it
+    dtype: str  # 16-bit format of the run
+    site: str = ""  # id in reports
+    classes: tuple[str, ...] = ()  # qualified class names of the module and its bases, most derived first
+    module: Any = None  # for its attributes
+    parameters: tuple[str, ...] = ()  # names of the parameters and buffers among its inputs
+    # scalars and lists by name, without those at their default
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    depth: int | None = None
-    measurement: Measurement | None = None
+    depth: int | None = None  # number of terms summed for one element of its output
+    measurement: Measurement | None = None  # from the first run; None before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,19 +64,12 @@ _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A policy with its inherited rules.
+    """A policy with its inherited rules."""
 
-    Attributes:
-        path: Path of the rule file.
-        file: Content of the file, with inherited keys and rules.
-        ops: ATen names by rule id.
-        warnings: One line for each valid but suspicious construct.
-    """
-
-    path: Path
-    file: RuleFile
-    ops: dict[str, frozenset[str]]
-    warnings: tuple[str, ...]
+    path: Path  # of the rule file
+    file: RuleFile  # with inherited keys and rules
+    ops: dict[str, frozenset[str]]  # ATen names by rule id
+    warnings: tuple[str, ...]  # one line for each valid but suspicious construct
 
     @property
     def rules(self) -> RuleSet:
@@ -441,19 +434,12 @@ class LossScaleProfile(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class StartingScale:
-    """The initial loss scale of training.
+    """The initial loss scale of training."""
 
-    Attributes:
-        value: Factor of the loss.
-        dynamic: Whether the scale is reduced when a gradient overflows.
-        source: Description of what determines it.
-        least: Lower limit; 0 if unlimited.
-    """
-
-    value: float
-    dynamic: bool
-    source: str
-    least: float = 0.0
+    value: float  # factor of the loss
+    dynamic: bool  # whether it is reduced when a gradient overflows
+    source: str  # what determines it
+    least: float = 0.0  # lower limit; 0 if unlimited
 
 
 def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:

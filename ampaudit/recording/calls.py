@@ -350,29 +350,18 @@ def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[_Packed
 
 @dataclass(slots=True)
 class Recording:
-    """The recording of one module.
-
-    Attributes:
-        directory: Directory of the files.
-        config: Limits.
-        module: Recorded module; ``None`` until it is found.
-        name: Name of the module.
-        calls: Number of calls so far.
-        recorded: Number of recorded calls.
-        skipped: Number of calls that could not be recorded, by reason.
-        bytes: Size of the files.
-        stopped: Why recording has stopped; empty while it goes on.
-    """
+    """The recording of one module."""
 
     directory: Path
     config: RecordConfig
-    module: nn.Module | None = None
-    name: str = ""
-    calls: int = 0
-    recorded: int = 0
+    module: nn.Module | None = None  # None until it is found
+    name: str = ""  # of the module
+    calls: int = 0  # number of calls so far
+    recorded: int = 0  # number of recorded calls
+    # number of calls that could not be recorded, by reason
     skipped: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
-    stopped: str = ""
+    bytes: int = 0  # size of the files
+    stopped: str = ""  # why recording has stopped; empty while it goes on
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _header: dict[str, Any] = field(default_factory=dict)
 

@@ -49,19 +49,12 @@ _MAX_RETRACES = 3  # after more traces, warn that the model is traced again for 
 
 @dataclass(frozen=True, slots=True)
 class ModuleConfig:
-    """The configuration of a mixed-precision module.
-
-    Attributes:
-        rules: Policy.
-        author_rules: Policy of the model's own autocast regions.
-        number_format: 16-bit format.
-        emulate: Whether 16 bits are emulated in float32.
-    """
+    """The configuration of a mixed-precision module."""
 
     rules: RuleSet
-    author_rules: RuleSet
-    number_format: NumberFormat
-    emulate: bool = False
+    author_rules: RuleSet  # of the model's own autocast regions
+    number_format: NumberFormat  # of 16 bits
+    emulate: bool = False  # whether 16 bits are emulated in float32
 
     @property
     def low_dtype(self) -> torch.dtype:

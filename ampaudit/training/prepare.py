@@ -58,17 +58,11 @@ _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """The state of a dynamic scale.
+    """The state of a dynamic scale."""
 
-    Attributes:
-        scale: Factor of the loss.
-        good: Number of steps without overflow since the scale last changed, or since the last overflow.
-        patience: Number of overflows left until the scale is reduced.
-    """
-
-    scale: float
-    good: int
-    patience: int
+    scale: float  # factor of the loss
+    good: int  # steps without overflow since the scale last changed, or since the last overflow
+    patience: int  # number of overflows left until the scale is reduced
 
 
 def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:

@@ -154,25 +154,15 @@ def _specs(config: TrainConfig, device: torch.device) -> list[VariantSpec]:
 
 @dataclass(frozen=True, slots=True)
 class VariantSpec:
-    """The configuration of one variant.
+    """The configuration of one variant."""
 
-    Attributes:
-        name: Name in reports.
-        description: Description in reports.
-        rules: Policy; ``None`` for plain FP32.
-        dtype: 16-bit format.
-        loss_scale: Profile or fixed scale; ``None`` for the policy's.
-        how: ``graph`` or ``autocast``.
-        emulate: Whether 16 bits are emulated.
-    """
-
-    name: str
-    description: str
-    rules: RuleSet | None
-    dtype: str
-    loss_scale: str | float | None = None
+    name: str  # in reports
+    description: str  # in reports
+    rules: RuleSet | None  # None for plain FP32
+    dtype: str  # 16-bit format
+    loss_scale: str | float | None = None  # profile or fixed scale; None for the policy's
     how: How = "graph"
-    emulate: bool = False
+    emulate: bool = False  # whether 16 bits are emulated
 
     @property
     def storage(self) -> str:
@@ -326,19 +316,12 @@ def _random_states(device: torch.device) -> dict[torch.device, torch.Tensor]:
 
 @dataclass
 class TrainingStep:
-    """A model with its optimizer, and the parts of one step.
+    """A model with its optimizer, and the parts of one step."""
 
-    Attributes:
-        model: Model that gives a loss and an output; from ``model_with_loss``, prepared or not.
-        optimizer: Optimizer of its parameters.
-        scaler: Scaler of the loss, if there is one.
-        context: Context that is entered around each forward pass.
-    """
-
-    model: nn.Module
+    model: nn.Module  # from ``model_with_loss``, prepared or not: gives a loss and an output
     optimizer: torch.optim.Optimizer
-    scaler: GradScaler | None = None
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: GradScaler | None = None  # of the loss, if there is one
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around each forward pass
 
     @property
     def inner(self) -> nn.Module:
