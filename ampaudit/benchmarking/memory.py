@@ -136,10 +136,7 @@ def predict_step(
 ) -> tuple[Memory, list[OpCost]]:
     """Predict the memory at the peak of a step, and the cost of its ops.
 
-    Args:
-        runner: Mode, whose model has run once with inputs of this shape.
-        setup: Conditions of the measurement.
-        size: Batch size; that of the setup by default.
+    The runner's model has run once with inputs of this shape. The batch size is the setup's by default.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 

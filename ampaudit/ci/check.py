@@ -93,9 +93,7 @@ def _json_values(config: CheckConfig, names: Iterable[str]) -> dict[str, object]
 class BaselineFile:
     """A baseline file, where targets are named by their paths relative to its directory.
 
-    Args:
-        path: Path of the file.
-        update: Whether the file will be written, and need not exist yet.
+    With ``update``, it will be written, and need not exist yet.
 
     Raises:
         InputError: The file cannot be read or is not a baseline.

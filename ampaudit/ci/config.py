@@ -102,10 +102,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path, target: str) -> list[str]:
-    """Resolve a target relative to the file's directory, expanding globs; import paths stay as they are.
+    """Resolve a target relative to the file's directory; import paths stay as they are.
 
-    Raises:
-        UsageError: A glob is invalid or matches nothing.
+    A glob that is invalid or matches nothing is a ``UsageError``.
     """
     if not set("*?[") & set(target):
         return [_beside(path, target)]

@@ -39,11 +39,7 @@ __all__ = ["check_target"]
 
 
 def check_target(request: Request, share: RankShare | None = None) -> TargetResult:
-    """Audit a target and compare it with its budgets.
-
-    Args:
-        request: Target, options and budgets.
-        share: Share of the batches that this process runs; all by default.
+    """Audit a target and compare it with its budgets; without a share, this process runs all batches.
 
     Raises:
         PartDone: Another process has the result.

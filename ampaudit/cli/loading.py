@@ -19,12 +19,7 @@ _NEVER = (1 << 31) - 1
 
 
 def load_source(location: str, config: SourceConfig, *, limited: bool = False) -> ModelSource:
-    """Load the model at a location.
-
-    Args:
-        location: Location of the model.
-        config: Options of the source.
-        limited: Whether the memory of the run is limited.
+    """Load the model at a location; ``limited`` says whether the memory of the run is.
 
     Raises:
         AuditError: The model cannot be loaded; see ``ampaudit.source``.

@@ -56,10 +56,9 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
 
 
 def _local_location(location: str) -> str:
-    """Return the model's location in a part, if it is a file or directory below the current one.
+    """Return the model's location in a part, or raise an ``InputError`` if it is not below this directory.
 
-    Raises:
-        InputError: It is elsewhere; a file from elsewhere must not decide which code runs.
+    A file from elsewhere must not decide which code runs.
     """
     path = Path(location.partition(":")[0])
     here = Path.cwd().resolve()

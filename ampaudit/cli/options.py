@@ -158,11 +158,7 @@ def format_option(kind: str | None = None) -> Callable[[Command], Command]:
 
 
 def _check_outputs(options: dict[str, Any]) -> None:
-    """Check all output paths before the work begins.
-
-    Raises:
-        UsageError, OutputError: see ``check_writable``, ``check_picture`` and ``check_summaries``.
-    """
+    """Check all output paths before the work begins, or raise a ``UsageError`` or ``OutputError``."""
     from ampaudit.core.files import check_writable
 
     output, plot, policy, tuned, folder = map(
@@ -265,8 +261,7 @@ def _type(kind: Any, field: FieldInfo) -> Any:
 def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare | None]:
     """Enter the process group of torchrun, if any; all ranks end with the exit code of the first.
 
-    Args:
-        pipeline: Whether to divide the model instead of the batches.
+    With ``pipeline``, they divide the model instead of the batches.
     """
     if place_of() is None:
         if pipeline and "RANK" not in os.environ:

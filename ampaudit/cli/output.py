@@ -27,9 +27,7 @@ _FILE_WIDTH = 100
 def deliver_document(document: Document, options: dict[str, Any]) -> None:
     """Print a report, or write it to a file and print the verdict.
 
-    Args:
-        document: Document of any kind.
-        options: Options of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
+    The command's options are ``form``, ``output``, ``force``, ``quiet`` and ``verbose``.
     """
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))

@@ -121,11 +121,7 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 def _check_found(watcher: Watcher) -> None:
-    """Check that each module was called and recorded.
-
-    Raises:
-        InputError: A module was not called, or none of its calls could be recorded.
-    """
+    """Raise an ``InputError`` if a module was not called, or if none of its calls could be recorded."""
     for name, recording in watcher.recordings.items():
         if not recording.calls:
             called = [

@@ -35,14 +35,8 @@ class ChildLimits:
 class ChildProcess:
     """A process that calls one of our functions, together with its children.
 
-    Args:
-        target: ``module:function``, called without arguments.
-        arguments: ``sys.argv`` of the process, without the program name.
-        log: File for standard output and standard error.
-        environment: Environment variables; see ``child_environment``.
-        variables: Additional environment variables that differ between otherwise equal processes.
-        imports: Modules to import. On Linux, processes with equal imports and environment import them once.
-        folder: Current directory; this process's by default.
+    Arguments are those of ``start_forked``, but for ``log``, the file for standard output and standard error.
+    Elsewhere than on Linux, nothing is imported ahead.
     """
 
     def __init__(

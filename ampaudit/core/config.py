@@ -132,11 +132,9 @@ class Config(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str = "") -> Self:
-        """Validate values from another place than a call.
+        """Validate values by field name from another place than a call.
 
-        Args:
-            values: Values by field name.
-            place: Prefix of names in errors: ``COMMAND_LINE``, or a file and its table.
+        Errors name the ``place``: ``COMMAND_LINE``, or a file and its table.
 
         Raises:
             UsageError: A value does not fit, or a name is unknown.

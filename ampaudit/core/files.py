@@ -119,11 +119,8 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
     """Reject an output directory that cannot or should not be replaced.
 
-    Args:
-        path: Directory to be written.
-        force: Whether to replace an existing directory.
-        ours: Name of the file that marks directories written by ampaudit. Only these and empty ones are
-            replaced.
+    The file ``ours`` marks directories written by ampaudit. With ``force``, these are replaced; without it,
+    only empty ones.
 
     Raises:
         OutputError: The path exists and may not be replaced, is a link or a file, or has no parent directory.
@@ -248,10 +245,7 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory in the system's temporary folder, and remove it at the end.
 
     It is also removed if a signal ends the program. After SIGKILL, the next command of this user that makes
-    such a directory removes it; so does a process whose child was killed.
-
-    Args:
-        prefix: Prefix of its name, starting with ``ampaudit-``.
+    such a directory removes it, known by the prefix ``ampaudit-``; so does a process whose child was killed.
 
     Raises:
         OSError: The directory cannot be created.

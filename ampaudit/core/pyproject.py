@@ -26,16 +26,10 @@ def find_config(start: Path) -> Path | None:
 def read_options(
     record: type[Config], path: Path, table: str, tables: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Read a command's options from its table; paths are relative to the file's directory.
+    """Read a command's options from a table such as ``tool.ampaudit``, by field name; empty if there is none.
 
-    Args:
-        record: Configuration record; its field names with hyphens are the keys.
-        path: Path of the file.
-        table: Dotted name of the table, such as ``tool.ampaudit``.
-        tables: Names of nested tables to ignore.
-
-    Returns:
-        Values by field name; empty if the table is missing.
+    Keys are the names of the record's fields with hyphens, and nested ``tables`` are ignored. Paths are
+    relative to the file's directory.
 
     Raises:
         UsageError: The file cannot be read, a key is unknown, or a value is invalid.

@@ -27,8 +27,7 @@ class SourceLine:
 class SiteNumbering:
     """Assigns ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
 
-    Args:
-        reserved: Ids that are already in use.
+    Reserved ids are already in use.
     """
 
     def __init__(self, reserved: Iterable[SiteId | None] = ()) -> None:

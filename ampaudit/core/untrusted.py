@@ -87,11 +87,9 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Parse JSON, rejecting repeated names, non-finite numbers, deep nesting, and too many values.
+    """Parse JSON, rejecting repeated names, deep nesting, and too many values.
 
-    Args:
-        text: JSON text.
-        finite: Whether to reject NaN and infinities, which some programs write.
+    NaN and infinities, which some programs write, are rejected if ``finite``.
 
     Raises:
         ValueError: The text is invalid; the message does not quote it.

@@ -66,13 +66,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 class FilePart(CommandShare):
-    """Runs every n-th batch and saves its records to a file.
-
-    Args:
-        index: Index of the part, from 0.
-        count: Number of parts.
-        words: Options of the audit, as on the command line.
-    """
+    """Runs every n-th batch, from ``index``, and saves its records and the options as words to a file."""
 
     def __init__(self, index: int, count: int, words: Sequence[str]) -> None:
         self._index, self._count, self._words = index, count, tuple(words)
@@ -110,13 +104,7 @@ class FilePart(CommandShare):
 
 
 class PartFile:
-    """A part in a file, read line by line.
-
-    Args:
-        path: Path of the file.
-
-    Attributes:
-        part: First line of the file.
+    """A part in a file, read line by line; the first line is its ``part``.
 
     Raises:
         InputError: The file is not a part.
@@ -191,12 +179,9 @@ def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None
 
 
 class MergedParts(CommandShare):
-    """Joins the records of parts that other processes have run.
+    """Joins the records of all parts, which other processes have run.
 
     The second pass, for measured rules, runs in this process.
-
-    Args:
-        files: All parts.
 
     Raises:
         InputError: The records of a part cannot be read.

@@ -79,13 +79,7 @@ _NUMBERS = TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constan
 
 
 class RankShare(CommandShare):
-    """Runs every n-th batch, and joins the records of all ranks on rank 0.
-
-    Args:
-        board: Board shared by the ranks.
-        rank: Rank of this process.
-        count: Number of processes.
-    """
+    """Runs every n-th batch, and joins the records of all ranks on rank 0."""
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
@@ -397,9 +391,7 @@ def _raise_lost(rank: int, what: str) -> NoReturn:
 def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare]:
     """Yield this rank's share of a command; all ranks exit with the code of rank 0.
 
-    Args:
-        kind: Type of the share.
-        name: Name of the work, for processes started by those of the ranks.
+    Processes that those of the ranks have started name their work.
     """
     place = place_of()
     assert place is not None, "only a process of torchrun has a rank"
@@ -557,12 +549,7 @@ def rank_timeout(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class Board:
-    """Entries by key, and two counters per rank: heartbeats and progress.
-
-    Args:
-        store: Store shared by all ranks.
-        rank: Rank of this process.
-    """
+    """Entries by key in a store of all ranks, and two counters per rank: heartbeats and progress."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
@@ -571,11 +558,7 @@ class Board:
 
     @classmethod
     def connect(cls, rank: int, name: str = "") -> Board:
-        """Connect to the store of ``torchrun``, or of rank 0.
-
-        Args:
-            rank: Rank of this process.
-            name: Name of the work, for processes started by those of the same ranks.
+        """Connect to the store of ``torchrun``, or of rank 0; ``name`` is that of ``with_ranks``.
 
         Raises:
             RunFailed: The store cannot be reached.

@@ -27,9 +27,7 @@ _NEW = "give a new or an empty directory"
 class ResumedShare(CommandShare):
     """Saves each batch's records and each segment's states in a directory, and reuses saved ones.
 
-    Args:
-        directory: Directory of the audit; created if missing.
-        inner: Share of the batches that this process runs; all by default.
+    The inner share says which batches this process runs; all by default.
     """
 
     def __init__(self, directory: Path, inner: CommandShare | None) -> None:

@@ -136,9 +136,7 @@ class RuleSet:
     def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NO_NEIGHBORS) -> Decision:
         """Apply the first matching rule or the default, and then the measured rules.
 
-        Args:
-            facts: Facts about the op.
-            near: Sides on which the op has a float32 neighbor.
+        The op has a float32 neighbor on the sides in ``near``.
         """
         candidates = self._about(self._static, facts)
         static = next((rule for rule in candidates if applies(rule, facts, near)), None)
@@ -412,9 +410,7 @@ def _apply_neighbor_rules(
 def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
     """Decide which nodes run in 16 bits, in time linear in nodes plus edges.
 
-    Args:
-        colors: Color of each node; any other cast means float32.
-        inputs: Indices of the input nodes of each node.
+    A cast that is no color means float32; inputs are the indices of each node's input nodes.
     """
     users = _users_of(inputs)
     nodes = range(len(colors))

@@ -62,13 +62,10 @@ _NESTED = threading.local()  # depth of the calls in a thread
 
 
 class Watcher:
-    """Passes the calls of modules to their recordings.
+    """Passes the calls of modules to their recordings, which are by the name of their module.
 
     A recording without a module finds it by name: ``pipe.unet`` for an attribute of a variable,
     ``encoder.layer.0`` for a submodule of a module that the program calls, or the name of a class.
-
-    Args:
-        recordings: Recordings by the name of their module.
 
     Attributes:
         called: Number of calls that the program itself makes, by class of module.
@@ -480,8 +477,7 @@ class Recording:
 def _mode() -> dict[str, Any]:
     """Return the gradient and autocast modes of the current call.
 
-    Raises:
-        Unstorable: The call is being traced or captured, so that its tensors have no values.
+    A call that is traced or captured is ``Unstorable``: its tensors have no values.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -518,11 +514,9 @@ def class_name(kind: type) -> str:
 
 @dataclass(slots=True)
 class _Encoder:
-    """Encodes the arguments of a call as JSON.
+    """Encodes the arguments of a call as JSON, and collects its tensors with their descriptions there.
 
-    Attributes:
-        tensors: Tensors of the call with their descriptions in the JSON. They belong to the caller and must
-            be written before the call is made.
+    The tensors belong to the caller and must be written before the call is made.
     """
 
     tensors: list[_Described] = field(default_factory=list)

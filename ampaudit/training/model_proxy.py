@@ -43,8 +43,7 @@ Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 class ModelProxy(nn.Module):
     """Wrap a model such that optimizers, checkpoints and DDP see the model's own tensors.
 
-    Args:
-        model: User's model; calling it directly computes as before.
+    Calling the user's model directly computes as before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,13 +93,7 @@ class ModelProxy(nn.Module):
 
 
 class AutocastModule(ModelProxy):
-    """Run the model's own code under autocast, for models that no graph can contain; outputs are float32.
-
-    Args:
-        model: User's model.
-        device: Device type of autocast.
-        dtype: 16-bit format of autocast.
-    """
+    """Run the model's own code under autocast, for models that no graph can contain; outputs are float32."""
 
     def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
         super().__init__(model)

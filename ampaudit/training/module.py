@@ -78,10 +78,6 @@ class MixedModule(ModelProxy):
     state that the model's code can read, such as modes, attributes and hooks. A model that counts its calls,
     or draws random numbers in Python, is traced for each call. A policy's measured rules decide once, on the
     first inputs.
-
-    Args:
-        model: User's model.
-        config: Policy and formats.
     """
 
     def __init__(self, model: nn.Module, config: ModuleConfig) -> None:

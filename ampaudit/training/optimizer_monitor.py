@@ -44,14 +44,6 @@ class OptimizerMonitor:
 
     A step ends when the optimizer steps or the scaler skips it. Numbers stay on the device until ``health``.
 
-    Args:
-        optimizer: Torch optimizer, without wrappers.
-        scaler: Enabled loss scaler of the loop, if any.
-        names: Names of the model's parameters, by identity.
-        every: Interval of measured steps.
-        low: 16-bit format that the loop is judged by.
-        state: Buffers that forward passes write.
-
     Attributes:
         storage: Dtype of the optimizer's parameters.
         losses: Losses by step.
@@ -59,9 +51,9 @@ class OptimizerMonitor:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        scaler: Any,
-        names: Mapping[int, str],
+        optimizer: torch.optim.Optimizer,  # without wrappers
+        scaler: Any,  # enabled loss scaler of the loop, if any
+        names: Mapping[int, str],  # of the model's parameters, by identity
         every: int,
         low: LoopFormat,
         state: WrittenState,
@@ -295,13 +287,7 @@ def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
 
 
 class StepMeter:
-    """Measure watched steps of one optimizer.
-
-    Args:
-        names: Names of the parameters, in order.
-        parameters: Parameters of the optimizer.
-        low: 16-bit format that they are judged by.
-    """
+    """Measure watched steps of one optimizer, whose parameters have these names in order."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], low: LoopFormat) -> None:
         self._names = names
@@ -323,11 +309,9 @@ class StepMeter:
 
     @torch.no_grad()
     def measure_gradients(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
-        """Measure the gradients of the step.
+        """Measure the gradients of a step with its loss scale.
 
-        Args:
-            scale: Loss scale of the step.
-            remaining: Scale that is still to be divided out; fused optimizers do that themselves.
+        Fused optimizers divide by the ``remaining`` scale themselves.
         """
         for index in self._before:
             gradient = self._parameters[index].grad
@@ -612,11 +596,6 @@ class LoopFormat:
     """The format of a loop: the caller's, that of the parameters, or that of autocast.
 
     Autocast is detected in the forward passes before the first measured step; the default is float16.
-
-    Args:
-        model: Model that is trained.
-        dtype: Format, if the caller knows it.
-        reason: Source of the caller's format, for the report.
 
     Attributes:
         form: Number format.
