@@ -7,14 +7,7 @@ from typing import Any
 import click
 
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.cli.options import (
-    GroupedCommand,
-    config_from,
-    config_options,
-    debug_option,
-    plot_option,
-    report_options,
-)
+from ampaudit.cli.options import GroupedCommand, config_from, config_options, plot_option, report_options
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
@@ -31,7 +24,6 @@ __all__ = ["bench_command"]
 @config_options(BenchConfig, SourceConfig, leave_out=("batches", "stream"))
 @plot_option("memory and speed")
 @report_options("bench")
-@debug_option
 @click.pass_context
 def bench_command(context: click.Context, /, model: str, **options: Any) -> None:
     """Run MODEL in each mode, in turns, and compare time, memory and accuracy.

@@ -14,7 +14,6 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     configuration_option,
-    debug_option,
     given,
     report_options,
 )
@@ -30,7 +29,6 @@ __all__ = ["check_command"]
 @config_options(CheckConfig)
 @configuration_option
 @report_options("check")
-@debug_option
 @click.pass_context
 def check_command(context: click.Context, /, targets: tuple[str, ...], **options: Any) -> None:
     """Check TARGETS against budgets: model files, converted directories, .pt2 and .onnx files.

@@ -20,7 +20,6 @@ from ampaudit.cli.options import (
     format_option,
     given,
     report_options,
-    verbose_option,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
@@ -128,9 +127,7 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 @click.command("verify")
 @click.argument("directory", type=FILE)
 @config_options(VerifyConfig)
-@report_options("verification")
-@verbose_option("Show every problem.")
-@debug_option
+@report_options("verification", "Show every problem.", quiet=False)
 @click.pass_context
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
     """Verify that a converted DIRECTORY is unchanged and still computes the same.

@@ -13,11 +13,8 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     configuration_option,
-    debug_option,
     given,
-    quiet_option,
     report_options,
-    verbose_option,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
@@ -48,10 +45,7 @@ _STDIN = "-"
     help="File name assumed for standard input; its suffix selects the parser.",
 )
 @configuration_option
-@report_options("lint")
-@quiet_option
-@verbose_option("Also print suppressed findings.")
-@debug_option
+@report_options("lint", "Also print suppressed findings.")
 @click.pass_context
 def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: Any) -> None:
     """Find mistakes in mixed-precision training loops of scripts, notebooks and Markdown files.

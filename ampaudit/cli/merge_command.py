@@ -7,14 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from ampaudit.cli.options import (
-    FILE,
-    GroupedCommand,
-    debug_option,
-    quiet_option,
-    report_options,
-    verbose_option,
-)
+from ampaudit.cli.options import FILE, GroupedCommand, report_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
 from ampaudit.report.finding import FailOnGaps
@@ -31,10 +24,7 @@ __all__ = ["merge_command"]
     help="Lowest severity that makes the exit code 1; 'gap' means errors and unaudited parts."
     "  [default: as in the parts]",
 )
-@report_options("scan")
-@quiet_option
-@verbose_option("Show notes and every site.")
-@debug_option
+@report_options("scan", "Show notes and every site.")
 @click.pass_context
 def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options: Any) -> None:
     """Make one report of PARTS, which ``ampaudit scan --part`` wrote.

@@ -36,6 +36,7 @@ __all__ = [
     "force_option",
     "format_option",
     "given",
+    "output_options",
     "plot_option",
     "quiet_option",
     "report_options",
@@ -117,7 +118,22 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
 
 
-def report_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Command], Command]:
+def report_options(
+    kind: str | None, verbose: str = "", *, quiet: bool = True, also: Sequence[str] = ()
+) -> Callable[[Command], Command]:
+    """Add ``output_options`` and ``--debug``; with a text for it ``--verbose``, and ``--quiet`` if set."""
+
+    def decorate(command: Command) -> Command:
+        command = debug_option(command)
+        if verbose:
+            command = verbose_option(verbose)(command)
+            command = quiet_option(command) if quiet else command
+        return output_options(kind, also)(command)
+
+    return decorate
+
+
+def output_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Command], Command]:
     """Add ``--format``, ``--output`` and ``--force``, and check all outputs before the command begins.
 
     Args:

@@ -8,15 +8,7 @@ import click
 
 from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
-from ampaudit.cli.options import (
-    GroupedCommand,
-    config_from,
-    config_options,
-    debug_option,
-    quiet_option,
-    report_options,
-    verbose_option,
-)
+from ampaudit.cli.options import GroupedCommand, config_from, config_options, report_options
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
@@ -33,10 +25,7 @@ __all__ = ["plan_command"]
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")
-@report_options("plan")
-@quiet_option
-@verbose_option("Show one row per site, including views.")
-@debug_option
+@report_options("plan", "Show one row per site, including views.")
 def plan_command(model: str, **options: Any) -> None:
     """Show each op's precision and the rule behind it, with casts, bytes and weight memory.
 

@@ -7,15 +7,7 @@ from typing import Any
 
 import click
 
-from ampaudit.cli.options import (
-    FILE,
-    config_from,
-    config_options,
-    debug_option,
-    quiet_option,
-    report_options,
-    verbose_option,
-)
+from ampaudit.cli.options import FILE, config_from, config_options, report_options
 from ampaudit.cli.output import deliver_document
 from ampaudit.report.compare import DiffConfig, differences
 
@@ -24,10 +16,7 @@ __all__ = ["diff_command", "report_command"]
 
 @click.command("report")
 @click.argument("file", type=FILE)
-@report_options(None)
-@quiet_option
-@verbose_option("Show notes and every site.")
-@debug_option
+@report_options(None, "Show notes and every site.")
 def report_command(file: Path, **options: Any) -> None:
     """Show the JSON report in FILE, or the one of a converted directory, in any format.
 
@@ -42,9 +31,7 @@ def report_command(file: Path, **options: Any) -> None:
 @click.argument("old", type=FILE)
 @click.argument("new", type=FILE)
 @config_options(DiffConfig)
-@report_options("diff")
-@verbose_option("Show every layer and site.")
-@debug_option
+@report_options("diff", "Show every layer and site.", quiet=False)
 @click.pass_context
 def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any) -> None:
     """Show per layer what got better or worse between the scan reports OLD and NEW (JSON).

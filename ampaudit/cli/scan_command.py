@@ -15,12 +15,9 @@ from ampaudit.cli.options import (
     among_ranks,
     config_from,
     config_options,
-    debug_option,
     file_option,
     given,
-    quiet_option,
     report_options,
-    verbose_option,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
@@ -48,10 +45,7 @@ __all__ = ["audited", "report_scan", "scan_command"]
 @click.option("--part", metavar="N/COUNT", help="Run every COUNT-th batch, for 'ampaudit merge'; needs -o.")
 @click.option("--pipeline", is_flag=True, help="Divide the model, not the batches, among torchrun's ranks.")
 @file_option("--resume", metavar="DIR", help="Keep what is done in a directory, and go on from there.")
-@report_options("scan")
-@quiet_option
-@verbose_option("Show notes and every site.")
-@debug_option
+@report_options("scan", "Show notes and every site.")
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     """Run MODEL in FP32 and in 16 bits side by side, and name what breaks.

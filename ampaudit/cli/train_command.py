@@ -12,9 +12,9 @@ from ampaudit.cli.options import (
     config_options,
     debug_option,
     file_option,
+    output_options,
     plot_option,
     quiet_option,
-    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
@@ -32,7 +32,7 @@ __all__ = ["train_command"]
 @click.command("train", cls=GroupedCommand)
 @click.argument("model")
 @config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
-@report_options("training")
+@output_options("training")
 @plot_option("the curves")
 @file_option("--tensorboard", metavar="DIR", help="Write TensorBoard summaries to DIR.")
 @quiet_option

@@ -12,12 +12,9 @@ from ampaudit.cli.options import (
     among_ranks,
     config_from,
     config_options,
-    debug_option,
     file_option,
     plot_option,
-    quiet_option,
     report_options,
-    verbose_option,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
@@ -42,10 +39,7 @@ _RULES = (".yaml", ".yml")
 @config_options(TuneConfig, SourceConfig, leave_out=("stream",))
 @file_option("--policy-file", "tuned_policy", metavar="FILE", help="Write the policy to FILE.")
 @plot_option("accuracy against the share of ops in float32")
-@report_options("tuning", also=_RULES)
-@quiet_option
-@verbose_option("Show every op, and everything that was tried.")
-@debug_option
+@report_options("tuning", "Show every op, and everything that was tried.", also=_RULES)
 @click.pass_context
 def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
     """Find the fewest ops of MODEL that must stay in float32 for the accuracy you ask for.
