@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ampaudit.cli.terminal import print_notes, show
+from ampaudit.core.files import write_text
 from ampaudit.render.render import as_file, check_format, chosen_format, for_terminal, keeping
 from ampaudit.render.terminal import as_text
 
@@ -33,14 +33,22 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     form = chosen_format(options["form"], output)
     check_format(document.kind, form)
+
+    def printed(console: Console) -> None:
+        console.print(for_terminal(document, verbosity), crop=False)
+
     with keeping(document):
-        _deliver(
-            lambda console: console.print(for_terminal(document, verbosity), crop=False),
-            None if form == "text" else as_file(document, form),
-            output,
-            force=bool(options.get("force")),
-            verdict=lambda console: console.print(for_terminal(document, -1), crop=False),
-        )
+        if output is None and form == "text":
+            show(printed)
+        else:
+            text = as_text(printed, _FILE_WIDTH) if form == "text" else as_file(document, form)
+            if output is None:
+                click.echo(text, nl=False)
+            else:
+                write_text(output, text, force=bool(options.get("force")))
+                with contextlib.suppress(OSError):  # a full stderr does not matter once the file is written
+                    show(lambda console: console.print(for_terminal(document, -1), crop=False), stderr=True)
+                    print_notes(f"written to {output}")
         sys.stdout.flush()
 
 
@@ -50,27 +58,3 @@ def print_result(content: RenderableType, text: str | None) -> None:
         show(lambda console: console.print(content, crop=False))
     else:
         click.echo(text, nl=False)
-
-
-def _deliver(
-    printed: Callable[[Console], None],
-    text: str | None,
-    output: Path | None,
-    *,
-    force: bool,
-    verdict: Callable[[Console], None],
-) -> None:
-    """Print a result, or write it to a file and print its verdict on stderr."""
-    if output is None and text is None:
-        show(printed)
-        return
-    text = as_text(printed, _FILE_WIDTH) if text is None else text
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    from ampaudit.core.files import write_text
-
-    write_text(output, text, force=force)
-    with contextlib.suppress(OSError):  # a full stderr does not matter once the file is written
-        show(verdict, stderr=True)
-        print_notes(f"written to {output}")

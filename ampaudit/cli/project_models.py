@@ -128,7 +128,7 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
                     place = f"{other.path.as_posix()}:{call.lineno}"
                     model = replace(model, arguments=_argument_list(arguments), called_at=place)
                     values |= dict(zip(names, arguments[0], strict=False)) | arguments[1]
-    inputs, because = _inputs(node, constructor, values, file.constants, files)
+    inputs, because = _inputs(constructor, values, file.constants, files)
     if others := _required_arguments(_method(node, "forward"))[1:]:
         inputs, because = f"{inputs}{', ...' * len(others)}", f"{because}; fill in {', '.join(others)}"
     return replace(model, inputs=inputs, because=because)
@@ -160,7 +160,6 @@ def _argument_list(arguments: tuple[list[Any], dict[str, Any]]) -> str:
 
 
 def _inputs(
-    node: ast.ClassDef,
     constructor: ast.FunctionDef | None,
     values: dict[str, Any],
     constants: dict[str, Any],
