@@ -65,10 +65,6 @@ def _no_sizes(given: str) -> UsageError:
     return UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
 
 
-def _target(given: Any) -> Any:
-    return device_named(given) if isinstance(given, str) else given
-
-
 class BenchConfig(Config):
     """Options of ``bench``."""
 
@@ -95,7 +91,7 @@ class BenchConfig(Config):
     ] = ()
     target: Annotated[
         InstanceOf[Device] | None,
-        BeforeValidator(_target),
+        BeforeValidator(lambda given: device_named(given) if isinstance(given, str) else given),
         Option(
             "Device to estimate the time for; ampaudit devices lists them.",
             metavar="DEVICE",

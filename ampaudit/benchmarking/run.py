@@ -38,7 +38,7 @@ from ampaudit.devices.host import this_machine
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
 from ampaudit.run.device import environment_of, pick_device
-from ampaudit.source import Batch, ModelSource
+from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.failure import plain_reason
 
@@ -78,7 +78,9 @@ def bench(
     chosen.check()
     opened = as_source(model, inputs, options=source or SourceConfig.of(chosen))
     opened = replace(opened, loss=chosen.loss or opened.loss)
-    setup = _setup(opened, chosen)
+    device, form = pick_device(chosen.device), low_precision_format(chosen.dtype)
+    rules = rules_of(chosen.policy).for_environment(environment_of(device))
+    setup = BenchSetup(opened, device, form, rules, chosen.train, chosen.seed, chosen.target)
     first = opened.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
@@ -97,7 +99,7 @@ def bench(
             interrupts.deliver_anyway()
             interrupted = True
     machine = this_machine()
-    kind = setup.device.type
+    kind = device.type
     return BenchReport(
         schema=1,
         tool=THIS_TOOL,
@@ -116,12 +118,6 @@ def bench(
         environment=this_environment(),
         inputs=opened.inputs,
     )
-
-
-def _setup(source: ModelSource, config: BenchConfig) -> BenchSetup:
-    device, form = pick_device(config.device), low_precision_format(config.dtype)
-    rules = rules_of(config.policy).for_environment(environment_of(device))
-    return BenchSetup(source, device, form, rules, config.train, config.seed, config.target)
 
 
 def _notes(config: BenchConfig, kind: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ caches are not modelled.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,14 +37,12 @@ class OpCost:
     cast: bool  # whether it converts between dtypes
 
 
-@dataclass
 class OpCounter(TorchDispatchMode):
     """Records the cost of the ops that run under it."""
 
-    ops: list[OpCost] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.ops: list[OpCost] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and record its cost."""

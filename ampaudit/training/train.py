@@ -104,15 +104,7 @@ def train(
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(settings.device)
     specs = _specs(settings, device)
-    variants, optimizer, notes = train_variants(
-        opened,
-        specs,
-        steps=settings.steps,
-        every=min(settings.every, max(settings.steps // 4, 1)),
-        seed=settings.seed,
-        device=device,
-        progress=session.on_progress,
-    )
+    variants, optimizer, notes = _train_variants(opened, specs, settings, device, session.on_progress)
     if len(opened.batches) < settings.steps:
         notes.append(f"{len(opened.batches)} batches for {settings.steps} steps: they were used again")
     return training_report(
@@ -252,27 +244,21 @@ class _VariantRun:
         )
 
 
-def train_variants(
+def _train_variants(
     source: ModelSource,
     specs: Sequence[VariantSpec],
-    *,
-    steps: int,
-    every: int,
-    seed: int,
+    config: TrainConfig,
     device: torch.device,
     progress: Progress,
 ) -> tuple[list[Variant], str, list[str]]:
-    """Train each variant, of which the first is FP32; return the results, the optimizer's name, and notes.
-
-    Raises:
-        ReferenceBroken: The FP32 loss is not finite.
-        InputError: There is no loss, or no parameter gets a gradient.
-    """
+    """Train each variant, of which the first is FP32; return the results, the optimizer's name, and notes."""
+    steps = config.steps
+    every = min(config.every, max(steps // 4, 1))
     batches = [batch.mapped(lambda tensor: tensor.to(device)) for batch in source.batches]
     runs: list[_VariantRun] = []
     with torch.random.fork_rng(**generators_of(device)):
         for spec in specs:
-            torch.manual_seed(seed)
+            torch.manual_seed(config.seed)
             runs.append(_VariantRun(spec, source, device, every))
         with ExitStack() as watching, warnings.catch_warnings():
             warnings.filterwarnings("ignore", KEEPS_ACTIVATIONS)  # the report has a note instead
