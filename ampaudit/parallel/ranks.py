@@ -426,12 +426,18 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-class PipelineShare(RankShare):
-    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report."""
+class PipelineShare(RankShare, Route):
+    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report.
+
+    As a route, it consists of the segments of this rank.
+    """
+
+    keeps = True
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         super().__init__(board, rank, count)
-        self.route = _Stage(self)
+        self.route = self
+        self._segments = range(0)
 
     def mine(self, phase: str, number: int) -> bool:
         """Return True: every batch passes through this rank."""
@@ -448,55 +454,19 @@ class PipelineShare(RankShare):
             self._board.put(f"stopped/{self._passes}/{self.rank}", _FAILURE.dump_json(local.failure))
         return super().joined(phase, local, progress)
 
-    def send(self, key: str, data: bytes) -> None:
-        """Send data to another rank."""
-        self._board.put(key, data)
-        self.moved()
-
-    def moved(self) -> None:
-        """Report progress of this rank."""
-        self._board.moved(self.rank)
-
-    def receive(self, key: str, rank: int, *, keep: bool = False) -> bytes:
-        """Wait for data from a rank, and remove it from the board unless ``keep``.
-
-        Raises:
-            RankLost: That rank has failed or is lost.
-            AuditError: A batch has failed in another rank.
-        """
-        self._wait_for(key, rank, self._raise_if_stopped)
-        self.moved()
-        return self._board.get(key) if keep else self._board.take(key)
-
-    def _raise_if_stopped(self) -> None:
-        for rank in range(self.count):
-            key = f"stopped/{self._passes}/{rank}"
-            if rank != self.rank and self._board.has(key):
-                raise _FAILURE.validate_json(self._board.get(key)).as_error()
-
-
-class _Stage(Route):
-    """The segments of one rank."""
-
-    keeps = True
-
-    def __init__(self, share: PipelineShare) -> None:
-        self._share = share
-        self._segments = range(0)
-
     @property
     def ends(self) -> bool:
         """Whether this is the last rank, where batches end."""
-        return self._share.rank == self._share.count - 1
+        return self.rank == self.count - 1
 
     def stages(self) -> int:
         """Return the number of ranks."""
-        return self._share.count
+        return self.count
 
     def local_segments(self, count: int) -> range:
         """Return the segments of this rank, given their total number."""
-        self._segments = self._segments_of(self._share.rank, count)
-        self._count = count
+        self._segments = self._segments_of(self.rank, count)
+        self._total = count
         return self._segments
 
     def passed(self, call: str) -> int:
@@ -504,32 +474,42 @@ class _Stage(Route):
         return self._segments.start
 
     def load(self, call: str) -> bytes:
-        """Wait for the state from the previous rank."""
-        start = self._segments.start
-        owner = next(
-            rank for rank in range(self._share.count) if start - 1 in self._segments_of(rank, self._count)
-        )
-        return self._share.receive(f"state/{call}/{start}", owner)
+        """Wait for the state from the previous rank, and remove it from the board."""
+        start, ranks = self._segments.start, range(self.count)
+        owner = next(rank for rank in ranks if start - 1 in self._segments_of(rank, self._total))
+        self._wait_for_data(f"state/{call}/{start}", owner)
+        return self._board.take(f"state/{call}/{start}")
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Send the state to the next rank after the last segment of this one."""
         if passed == self._segments.stop and passed < count:
-            self._share.send(f"state/{call}/{passed}", pack())
-        else:
-            self._share.moved()
+            self._board.put(f"state/{call}/{passed}", pack())
+        self._board.moved(self.rank)
 
     def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
         """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
-        if self.ends:
-            batches: RepairMasks = again or {}
-            self._share.send(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
-            return batches
-        return table.validate_json(self._share.receive(key, self._share.count - 1, keep=True))
+        if not self.ends:
+            self._wait_for_data(key, self.count - 1)
+            return table.validate_json(self._board.get(key))
+        batches: RepairMasks = again or {}
+        self._board.put(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
+        self._board.moved(self.rank)
+        return batches
+
+    def _wait_for_data(self, key: str, rank: int) -> None:
+        """Wait for data from a rank; raise if that rank is lost, or if a batch has failed in another one."""
+        self._wait_for(key, rank, self._raise_if_stopped)
+        self._board.moved(self.rank)
+
+    def _raise_if_stopped(self) -> None:
+        for rank in range(self.count):
+            key = f"stopped/{self._passes}/{rank}"
+            if rank != self.rank and self._board.has(key):
+                raise _FAILURE.validate_json(self._board.get(key)).as_error()
 
     def _segments_of(self, rank: int, count: int) -> range:
-        ranks = self._share.count
-        return range(count * rank // ranks, count * (rank + 1) // ranks)
+        return range(count * rank // self.count, count * (rank + 1) // self.count)
 
 
 def rank_timeout(environment: Mapping[str, str] = os.environ) -> float:
