@@ -107,7 +107,9 @@ def _places(path: Path, target: str) -> list[str]:
     A glob that is invalid or matches nothing is a ``UsageError``.
     """
     if not set("*?[") & set(target):
-        return [_beside(path, target)]
+        beside = path.parent / target
+        is_path = os.path.exists(beside) or os.path.isfile(path.parent / target.rpartition(":")[0])
+        return [str(beside) if is_path else target]
     anchor = Path(target).anchor
     base, pattern = (Path(anchor), target[len(anchor) :]) if anchor else (path.parent, target)
     try:
@@ -118,9 +120,3 @@ def _places(path: Path, target: str) -> list[str]:
     if not matches:
         raise UsageError(f"{path}: targets: nothing matches {describe(target)!r}", hint="correct the pattern")
     return matches
-
-
-def _beside(path: Path, target: str) -> str:
-    beside = path.parent / target
-    is_path = os.path.exists(beside) or os.path.isfile(path.parent / target.rpartition(":")[0])
-    return str(beside) if is_path else target

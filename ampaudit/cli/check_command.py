@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -38,7 +37,7 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     """
     from ampaudit.core.pyproject import find_config
 
-    path = options["config"] or find_config(Path.cwd())
+    path = options["config"] or find_config()
     values = (read_config(path) if path is not None else {}) | given(options)
     locations = targets or tuple(values.get("targets", ()))
     what = f"{len(locations)} targets" if len(locations) != 1 else locations[0]

@@ -62,7 +62,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     prints_code = options["diff"] or (options["fix"] and _STDIN in paths)
     if prints_code and "form" in given(options) and options["output"] is None:
         raise click.UsageError("--format has no effect where code or a diff is printed; add -o FILE")
-    path = options["config"] or find_config(Path.cwd())
+    path = options["config"] or find_config()
     configured = read_lint_config(path) if path is not None else {}
     exclude = [*options["exclude"], *configured.get("exclude", ())]
     config = config_from(LintConfig, configured | given(options), exclude=exclude)

@@ -15,12 +15,11 @@ __all__ = ["find_config", "read_options"]
 _MAX_BYTES = 10_000_000
 
 
-def find_config(start: Path) -> Path | None:
-    """Return the pyproject.toml of a directory or of its nearest parent that has one."""
-    for directory in (start, *start.parents):
-        if (directory / "pyproject.toml").is_file():
-            return directory / "pyproject.toml"
-    return None
+def find_config() -> Path | None:
+    """Return the pyproject.toml of the current directory or of its nearest parent that has one."""
+    folder = Path.cwd()
+    places = (directory / "pyproject.toml" for directory in (folder, *folder.parents))
+    return next(filter(Path.is_file, places), None)
 
 
 def read_options(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # imported before signals are handled
-    from collections.abc import Mapping
-
 __all__ = ["place_of", "silence"]
 
 
-def place_of(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def place_of() -> tuple[int, int] | None:
     """Return the rank of this process, from 0, and the number of processes; ``None`` if it is the only one.
 
     Launchers other than ``torchrun`` set the same variables.
     """
-    rank, count = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    launched = all(name in environment for name in ("MASTER_ADDR", "MASTER_PORT"))
+    rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    launched = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (launched and rank.isdecimal() and count.isdecimal() and int(count) > 1):
         return None
     return int(rank), int(count)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -512,13 +512,13 @@ class PipelineShare(RankShare, Route):
         return range(count * rank // self.count, count * (rank + 1) // self.count)
 
 
-def rank_timeout(environment: Mapping[str, str] = os.environ) -> float:
+def rank_timeout() -> float:
     """Return the seconds without progress after which a rank counts as hung.
 
     Raises:
         UsageError: The environment variable is not a positive number.
     """
-    text = environment.get(_LIMIT, str(_HUNG_SECONDS))
+    text = os.environ.get(_LIMIT, str(_HUNG_SECONDS))
     try:
         seconds = float(text)
     except ValueError:
@@ -531,9 +531,8 @@ def rank_timeout(environment: Mapping[str, str] = os.environ) -> float:
 class Board:
     """Entries by key in a store of all ranks, and two counters per rank: heartbeats and progress."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._rank = rank
         self._processes: dict[int, str] = {}
 
     @classmethod
@@ -544,7 +543,7 @@ class Board:
             RunFailed: The store cannot be reached.
         """
         with _store_errors():
-            board = cls(_store(rank, name), rank)
+            board = cls(_store(rank, name))
             beats = _store(-1, name)
         board.put(f"process/{rank}", f"{_machine_name()}:{os.getpid()}".encode())
         threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
