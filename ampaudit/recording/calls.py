@@ -200,11 +200,9 @@ def record(
                 f"record: {name or 'the module'} is of type {type(one).__name__}",
                 hint="pass the module whose calls are to be recorded, or a dict of modules",
             )
-    recordings = _create_recordings(tuple(modules), Path(directory), chosen)
-    for name, one in modules.items():
-        recordings[name].module = one
-        recordings[name].name = name or type(one).__name__
-    return _watching(Watcher(recordings), recordings if isinstance(module, Mapping) else recordings[""])
+    several = isinstance(module, Mapping)
+    recordings = _create_recordings(modules, Path(directory), chosen, several=several)
+    return _watching(Watcher(recordings), recordings if several else recordings[""])
 
 
 def record_named(
@@ -215,25 +213,24 @@ def record_named(
     Raises:
         OutputError: The directory exists or cannot be written.
     """
-    folders = names if len(names) > 1 else ("",)
-    recordings = dict(zip(names, _create_recordings(folders, directory, config).values(), strict=True))
-    for name, recording in recordings.items():
-        recording.name = name
-    watcher = Watcher(recordings)
+    modules = dict.fromkeys(names)
+    watcher = Watcher(_create_recordings(modules, directory, config, several=len(modules) > 1))
     return _watching(watcher, watcher)
 
 
-def _create_recordings(names: Sequence[str], directory: Path, config: RecordConfig) -> dict[str, Recording]:
+def _create_recordings(
+    modules: Mapping[str, nn.Module | None], directory: Path, config: RecordConfig, *, several: bool
+) -> dict[str, Recording]:
     """Create a recording in a directory, or several in its subdirectories."""
-    if not names:
+    if not modules:
         raise UsageError("record: there is no module", hint="name the modules whose calls to record")
     recordings = {}
-    for name in names:
-        folder = re.sub(r"[^\w.-]", "_", name).strip(".")
-        recordings[name] = Recording(directory / folder if folder else directory, config)
+    for name, module in modules.items():
+        folder = re.sub(r"[^\w.-]", "_", name).strip(".") if several else ""
+        recordings[name] = Recording(directory / folder, config, module, name or type(module).__name__)
     if len({recording.directory for recording in recordings.values()}) < len(recordings):
         raise UsageError("record: two modules have the same name", hint="give each a name of its own")
-    if len(names) > 1 or names[0]:
+    if several:
         try:
             directory.mkdir(exist_ok=True)
         except OSError as error:

@@ -120,6 +120,9 @@ def test_the_names_of_modules(script: Path, tmp_path: Path, program: Callable[..
     code, told = program("-m", "pipe.unet", "-o", "flat", script.with_name("flat.py"))
     assert code == 0, told
     assert "3 of 3 calls of pipe.unet" in told, "a variable of the script"
+    code, told = program("-m", "pipe.unet", "-m", "pipe.unet", "-o", "twice", script.with_name("flat.py"))
+    assert code == 0, told
+    assert (tmp_path / "twice" / "call-000003.json").is_file(), "the same module"
 
 
 @pytest.mark.parametrize(
