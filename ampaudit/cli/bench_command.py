@@ -13,8 +13,8 @@ from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.policy import load_policy
 from ampaudit.render.render import keeping
-from ampaudit.report.bench import BenchReport
 
 __all__ = ["bench_command"]
 
@@ -31,7 +31,16 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
     MODEL is what ``ampaudit scan`` takes; --train needs what ``ampaudit train`` needs. A mode that the device
     lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.
     """
-    report = _measured(model, options)
+    policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
+    with ProgressBar(model) as progress:
+        config = config_from(BenchConfig, options, policy=policy)
+        config.check()
+
+        from ampaudit.benchmarking.run import bench
+        from ampaudit.source.open import open_source
+
+        source = open_source(model, config_from(SourceConfig, options))
+        report = bench(source, config=config, session=Session(progress.update))
     deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_bench
@@ -40,18 +49,3 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
             plot_bench(report, options["plot"], force=options["force"])
         print_notes(f"picture written to {options['plot']}")
     context.exit(130 if report.interrupted else report.exit_code)
-
-
-def _measured(location: str, options: dict[str, Any]) -> BenchReport:
-    from ampaudit.policy import load_policy
-
-    policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
-    with ProgressBar(location) as progress:
-        config = config_from(BenchConfig, options, policy=policy)
-        config.check()
-
-        from ampaudit.benchmarking.run import bench
-        from ampaudit.source.open import open_source
-
-        source = open_source(location, config_from(SourceConfig, options))
-        return bench(source, config=config, session=Session(progress.update))

@@ -13,6 +13,7 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.policy import load_policy
 from ampaudit.render.render import keeping
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ def plan_command(model: str, **options: Any) -> None:
     MODEL is what ``ampaudit scan`` takes. Nothing is run in 16 bits; a policy with measured rules is given
     one FP32 run.
     """
-    from ampaudit.policy import load_policy
-
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options, policy=rules)

@@ -22,8 +22,8 @@ from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.policy import load_policy
 from ampaudit.render.render import keeping
-from ampaudit.report.training import TrainingReport
 from ampaudit.training.config import TrainConfig
 
 __all__ = ["train_command"]
@@ -49,7 +49,16 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
       optimizer(params)                     else AdamW with a learning rate of 1e-3
       metric(output, batch)                 optional: larger is better
     """  # noqa: D301  (click wants the character, not its escape)
-    report = _trained(model, options)
+    config = config_from(TrainConfig, options)
+    config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
+    with ProgressBar(model) as progress:
+        config.check()
+
+        from ampaudit.source.open import open_source
+        from ampaudit.training.train import MAX_BATCHES, train
+
+        loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
+        report = train(open_source(model, loading), config=config, session=Session(progress.update))
     deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_training
@@ -64,18 +73,3 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
             write_summaries(report, options["tensorboard"], force=options["force"])
         print_notes(f"summaries written to {options['tensorboard']}")
     context.exit(report.exit_code)
-
-
-def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
-    from ampaudit.policy import load_policy
-
-    config = config_from(TrainConfig, options)
-    config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
-    with ProgressBar(location) as progress:
-        config.check()
-
-        from ampaudit.source.open import open_source
-        from ampaudit.training.train import MAX_BATCHES, train
-
-        loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
-        return train(open_source(location, loading), config=config, session=Session(progress.update))
