@@ -156,8 +156,12 @@ def predict_step(
     fake = batch.mapped(shaped)
     with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fake_runner = _on_fake_model(runner, model, setup)
-        if runner.training is not None:
+        training = runner.training
+        if training is not None:  # without the scaler, which would read values
+            optimizer = make_optimizer(setup.source, model)
+            training = replace(training, model=model, optimizer=optimizer, scaler=None)
+        fake_runner = replace(runner, model=model, training=training)
+        if training is not None:
             fake_runner.step(fake)  # the first step creates the optimizer's state
         tracker = MemTracker()
         tracker.track_external(model, *([fake_runner.optimizer] if fake_runner.optimizer else []))
@@ -173,15 +177,6 @@ def predict_step(
 def holds_graph(model: nn.Module) -> bool:
     """Return whether a model runs a graph, which is specialized to one input shape."""
     return any(name in vars(model) for name in _SHARED)
-
-
-def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
-    """Return the mode with a fake model, and without the scaler, which would read values."""
-    training = runner.training
-    if training is not None:
-        optimizer = make_optimizer(setup.source, model)
-        training = replace(training, model=model, optimizer=optimizer, scaler=None)
-    return replace(runner, model=model, training=training)
 
 
 def _sum(snapshot: Any, kind: str) -> int:

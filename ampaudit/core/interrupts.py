@@ -70,8 +70,13 @@ def install() -> None:
     hook = sys.unraisablehook
     sys.unraisablehook = lambda dropped: None if _program.signal is not None else hook(dropped)
     if hasattr(os, "register_at_fork"):
+        import threading
+
         os.register_at_fork(after_in_child=_restore_defaults)
-        _start_watching()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=_watch, args=(reader,), name="ampaudit-signals", daemon=True).start()
 
 
 def at_end(cleanup: Callable[[], object]) -> None:
@@ -187,15 +192,6 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if not first or _program.finishing:
         _end()
     raise KeyboardInterrupt
-
-
-def _start_watching() -> None:
-    import threading
-
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reader,), name="ampaudit-signals", daemon=True).start()
 
 
 def _watch(reader: int) -> None:
