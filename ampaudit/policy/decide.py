@@ -8,7 +8,6 @@ counterpart in a traced graph.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +53,13 @@ _FLOAT32 = (Cast.FLOAT32, Cast.FORBID, Cast.SET_DTYPE, Cast.APPEND_DTYPE)
 _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
 NeighborSide = Literal["producer", "consumer"]
 _NO_NEIGHBORS: frozenset[NeighborSide] = frozenset()
+# fields of a measurement, in words
+_PEAKS = {
+    "weight_peak": "weight",
+    "input_peak": "input",
+    "output_peak": "output",
+    "consumer_peak": "users' output",
+}
 # casts by precision, lowest first; measured rules may only promote
 _RANK = (
     (Cast.LOWER, Cast.ALLOW),
@@ -192,11 +198,8 @@ def _expand_rules(file: RuleFile) -> dict[str, frozenset[str]]:
 
 
 def _measured_text(measurement: Measurement) -> str:
-    peaks = (
-        *(("weight", measurement.weight_peak), ("input", measurement.input_peak)),
-        *(("output", measurement.output_peak), ("users' output", measurement.consumer_peak)),
-    )
-    text = ", ".join(f"{name} peak {peak:.4g}" for name, peak in peaks if peak is not None)
+    peaks = ((words, getattr(measurement, name)) for name, words in _PEAKS.items())
+    text = ", ".join(f"{words} peak {peak:.4g}" for words, peak in peaks if peak is not None)
     return f"(measured: {text})"
 
 
@@ -269,17 +272,12 @@ def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
 def _measured(condition: EvidenceCondition, measurement: Measurement | None, dtype: str) -> bool:
     if measurement is None or (condition.mask is not None and condition.mask is not measurement.mask):
         return False
-    headroom = None
-    if measurement.output_peak is not None:
-        limit = format_named(dtype).max
-        headroom = math.log2(limit / measurement.output_peak) if measurement.output_peak > 0 else math.inf
-    pairs: tuple[tuple[NumericCondition | None, float | None], ...] = (
-        (condition.weight_peak, measurement.weight_peak),
-        (condition.input_peak, measurement.input_peak),
-        (condition.output_peak, measurement.output_peak),
-        (condition.consumer_peak, measurement.consumer_peak),
-        (condition.headroom_bits, headroom),
-    )
+    peak = measurement.output_peak
+    headroom = None if peak is None else format_named(dtype).headroom_bits(peak)
+    pairs: list[tuple[NumericCondition | None, float | None]] = [
+        (getattr(condition, name), getattr(measurement, name)) for name in _PEAKS
+    ]
+    pairs.append((condition.headroom_bits, headroom))
     return all(bound is None or (value is not None and bound.holds(value)) for bound, value in pairs)
 
 
@@ -315,7 +313,7 @@ class Measurement:
         """Combine two runs: the larger peaks, and a mask if either has one."""
         peaks = {
             name: max((p for p in (getattr(self, name), getattr(other, name)) if p is not None), default=None)
-            for name in ("weight_peak", "input_peak", "output_peak", "consumer_peak")
+            for name in _PEAKS
         }
         return Measurement(**peaks, mask=self.mask or other.mask)
 
