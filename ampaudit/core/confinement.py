@@ -149,9 +149,7 @@ def confine_process() -> None:
 def limit_resources(memory: int | None, seconds: int | None) -> None:
     """Limit the memory, processor time and open files of this process (Linux and macOS).
 
-    Args:
-        memory: Bytes that may be allocated from now on (Linux).
-        seconds: Seconds of processor time from now on.
+    Memory is in bytes that may be allocated from now on (Linux); seconds of processor time count from now.
     """
     try:
         import resource
@@ -194,11 +192,8 @@ def _normalized(path: str) -> str:
 def watch_calls(folder: Path, on_escape: Callable[[str], None]) -> None:
     """Deny Python code the network, child processes, standard input, and writes outside a folder.
 
-    This works on every platform, but does not see what native code does.
-
-    Args:
-        folder: The only folder that may be written to.
-        on_escape: Called with a description of an attempt that no honest code makes.
+    This works on every platform, but does not see what native code does. ``on_escape`` is called with a
+    description of an attempt that no honest code makes.
     """
     inside = tuple(_normalized(str(place)) + os.sep for place in (folder.resolve(), folder))
 

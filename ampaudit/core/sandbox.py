@@ -98,10 +98,7 @@ class Sandbox:
     def answer(self, what: str, error: type[AuditError], hint: str) -> Any:
         """Wait for the answer.
 
-        Args:
-            what: Name of the input in messages.
-            error: Type of the error to raise.
-            hint: Hint of that error, unless the process gives one.
+        Messages name the input as ``what``; errors have this hint unless the process gives one.
 
         Raises:
             AuditError: The process rejected the input, was killed, exceeded a limit, or gave no valid answer;

@@ -70,13 +70,10 @@ class Identity:
 
     def difference(self, other: Identity) -> str:
         """Describe how the other identity differs; empty if it is the same."""
-        if self.version != other.version:
-            return f"ampaudit {other.version} instead of {self.version}"
-        if self.torch != other.torch:
-            return f"PyTorch {other.torch} instead of {self.torch}"
-        if self.batches != other.batches:
-            return f"{other.batches} batches instead of {self.batches}"
         words = {
+            "version": f"ampaudit {other.version} instead of {self.version}",
+            "torch": f"PyTorch {other.torch} instead of {self.torch}",
+            "batches": f"{other.batches} batches instead of {self.batches}",
             "model": "another model: other code, other files that it imports, other weights "
             "or another mode (--train)",
             "inputs": "other inputs",

@@ -23,12 +23,9 @@ __all__ = ["check_summaries", "write_summaries"]
 
 
 def write_summaries(report: TrainingReport, directory: Path, *, force: bool = False) -> None:
-    """Write one folder of events per variant.
+    """Write one folder of events per variant to a directory, to be passed to ``tensorboard --logdir``.
 
-    Args:
-        report: Report of ``ampaudit train``, or of one watched loop.
-        directory: Directory to pass to ``tensorboard --logdir``.
-        force: Whether to add to folders that hold events already.
+    With ``force``, events are added to folders that hold some already.
 
     Raises:
         UsageError: The package tensorboard is missing.
