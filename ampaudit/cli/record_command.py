@@ -90,11 +90,7 @@ def _print_summary(watcher: Watcher) -> None:
 
 
 def _run(script: Path, arguments: tuple[str, ...]) -> str:
-    """Run a script as ``__main__``; return how it ended, if that is a failure.
-
-    Raises:
-        SourceError: The script raised an exception.
-    """
+    """Run a script as ``__main__`` and return how it failed, if so; its exceptions are a ``SourceError``."""
     import runpy
 
     from ampaudit.source.user_code import locating_failures

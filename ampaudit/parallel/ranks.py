@@ -357,11 +357,7 @@ class RankMonitor:
         return self._board.get(key).decode(errors="replace") if self._board.has(key) else ""
 
     def compare(self, rank: int) -> None:
-        """Compare what a rank audits with rank 0's own audit; fields of other versions are ignored.
-
-        Raises:
-            InputError: The rank audits something else.
-        """
+        """Raise an ``InputError`` if a rank audits something else; fields of other versions are ignored."""
         if (
             self._rank > 0
             or rank in self._alike
@@ -513,11 +509,7 @@ class PipelineShare(RankShare, Route):
 
 
 def rank_timeout() -> float:
-    """Return the seconds without progress after which a rank counts as hung.
-
-    Raises:
-        UsageError: The environment variable is not a positive number.
-    """
+    """Return the seconds without progress after which a rank counts as hung, or raise a ``UsageError``."""
     text = os.environ.get(_LIMIT, str(_HUNG_SECONDS))
     try:
         seconds = float(text)

@@ -206,17 +206,15 @@ def _measured_text(measurement: Measurement) -> str:
 def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
     """Return whether a rule that names this op applies, given its other conditions."""
     when = rule.when
-    if when.dtype and facts.dtype not in when.dtype:
-        return False
-    if (when.producer and "producer" not in near) or (when.consumer and "consumer" not in near):
-        return False
-    if not _matches(rule.match, facts):
-        return False
-    if not all(test.holds(facts.arguments.get(name, UNSET)) for name, test in when.arguments.items()):
-        return False
-    if when.depth is not None and (facts.depth is None or not when.depth.holds(facts.depth)):
-        return False
-    return when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype)
+    return (
+        (not when.dtype or facts.dtype in when.dtype)
+        and (not when.producer or "producer" in near)
+        and (not when.consumer or "consumer" in near)
+        and _matches(rule.match, facts)
+        and all(test.holds(facts.arguments.get(name, UNSET)) for name, test in when.arguments.items())
+        and (when.depth is None or (facts.depth is not None and when.depth.holds(facts.depth)))
+        and (when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype))
+    )
 
 
 def fits_environment(when: When, environment: TargetEnvironment) -> bool:

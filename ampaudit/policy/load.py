@@ -377,11 +377,7 @@ class _File(StrictModel):
 
 
 def expand_in(vocabulary: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
-    """Expand a name in a vocabulary, or an ATen name prefixed with ``aten::``, to ATen ops.
-
-    Raises:
-        UnknownOp: The name is in neither.
-    """
+    """Expand a name in a vocabulary, or an ATen name prefixed with ``aten::``, or raise ``UnknownOp``."""
     if "::" in name:
         return expand(name)
     if name in vocabulary:

@@ -521,8 +521,7 @@ class _Encoder:
     def encode(self, value: Any, place: str, depth: int = 0) -> Any:
         """Encode a value; types that JSON lacks become an object with the type as its only key.
 
-        Raises:
-            Unstorable: The value is an object, a function, a file or the like.
+        Objects, functions, files and the like are ``Unstorable``.
         """
         if depth > _MAX_DEPTH:
             raise Unstorable(f"{describe(place)} is nested more than {_MAX_DEPTH} deep")

@@ -507,13 +507,9 @@ class LossBook:
         return advanced
 
     def record(self, value: Any, step: int | None, *, in_closure: bool) -> None:
-        """Record a loss.
+        """Record a loss, a number or a tensor with one element; a step of ``None`` is inferred.
 
-        Args:
-            value: A number, or a tensor with one element.
-            step: Step of the loss; ``None`` to infer it.
-            in_closure: Whether a closure of the optimizer records it; only its first loss is that of the
-                weights that the step begins with.
+        A closure of the optimizer may record several; only the first is that of the weights before the step.
 
         Raises:
             UsageError: The loss is not one number, or the step is negative.
