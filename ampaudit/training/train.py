@@ -171,8 +171,15 @@ class _VariantRun:
             model = model_with_loss(source, device)
             self.training = TrainingStep(model, make_optimizer(source, model))
         else:
-            how = {"how": spec.how, "emulate": spec.emulate, "loss_scale": spec.loss_scale}
-            self.training = prepare_step(source, device, spec.rules, spec.dtype, **how)
+            self.training = prepare_step(
+                source,
+                device,
+                spec.rules,
+                spec.dtype,
+                how=spec.how,
+                emulate=spec.emulate,
+                loss_scale=spec.loss_scale,
+            )
         self.inner: Any = self.training.inner
         self.monitor = watch(
             self.inner, self.training.optimizer, self.training.scaler, every=every, dtype=spec.dtype
@@ -345,12 +352,17 @@ def prepare_step(
     device: torch.device,
     rules: RuleSet,
     dtype: str,
-    **options: Any,
+    *,
+    how: How = "graph",
+    emulate: bool = False,
+    loss_scale: str | float | None = None,
 ) -> TrainingStep:
-    """Prepare a copy of a source's model to train under a policy; ``options`` are those of ``prepare``."""
+    """Prepare a copy of a source's model to train under a policy."""
     model = model_with_loss(source, device)
     optimizer = make_optimizer(source, model)
-    prepared = prepare(model, optimizer, policy=rules, dtype=dtype, **options)
+    prepared = prepare(
+        model, optimizer, policy=rules, dtype=dtype, loss_scale=loss_scale, how=how, emulate=emulate
+    )
     return TrainingStep(prepared.model, optimizer, prepared.scaler if prepared.scaler.is_enabled() else None)
 
 
