@@ -42,7 +42,7 @@ __all__ = [
     "TensorEntry",
     "TypeName",
     "call_file",
-    "laid_out",
+    "header_bytes",
     "read_header",
 ]
 
@@ -157,21 +157,17 @@ def read_header(path: Path) -> Header:
     return Header(tuple(entries), metadata, 8 + length)
 
 
-def laid_out(
-    entries: Iterable[TensorEntry], metadata: dict[str, str]
-) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """Lay out a new file; return its header as bytes, and the entries with their offsets."""
-    placed: list[TensorEntry] = []
+def header_bytes(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> bytes:
+    """Return the header of a new file, in which the tensors lie in the order of the entries."""
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
     for entry in entries:
-        placed.append(TensorEntry(entry.name, entry.dtype, entry.shape, start))
         end = start + entry.size
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data are aligned
-    return struct.pack("<Q", len(text)) + text, tuple(placed)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _parsed(path: Path, text: bytes) -> tuple[list[TensorEntry], dict[str, str]]:

@@ -26,7 +26,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.header import CALL_FILES, RECORDING, TORCH_NAMES, TensorEntry, call_file, laid_out
+from ampaudit.checkpoint.header import (
+    CALL_FILES,
+    RECORDING,
+    TORCH_NAMES,
+    TensorEntry,
+    call_file,
+    header_bytes,
+)
 from ampaudit.core import __version__
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError, first_line
@@ -401,7 +408,7 @@ class Recording:
             "kwargs": {name: encoder.encode(value, name) for name, value in kwargs.items()},
         }
         tensors = pack_tensors(encoder.tensors)
-        head, _ = laid_out([entry for entry, _ in tensors], {})
+        head = header_bytes([entry for entry, _ in tensors], {})
         assert self.module is not None
         text = json.dumps({**call, "training": self.module.training, **mode}, allow_nan=False).encode()
         if len(text) > _MAX_JSON:

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ampaudit.audit.scan import scan
-from ampaudit.checkpoint.header import TensorEntry, laid_out
+from ampaudit.checkpoint.header import TensorEntry, header_bytes
 from ampaudit.core.errors import AuditError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
@@ -193,7 +193,8 @@ def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
 
 def zeros(path: Path, rows: int) -> Path:
     """A checkpoint of one tensor of zeros: a hole in the file, not bytes on the disk."""
-    head, (entry,) = laid_out([TensorEntry("w", "F32", (rows, 1 << 20))], {})
+    entry = TensorEntry("w", "F32", (rows, 1 << 20))
+    head = header_bytes([entry], {})
     with path.open("wb") as stream:
         stream.write(head)
         stream.truncate(len(head) + entry.size)
