@@ -29,17 +29,16 @@ class MappedWeights:
 
     tensors: dict[str, torch.Tensor]
     _mappings: dict[int, tuple[mmap.mmap, int, int]] = field(default_factory=dict)
-    _files: list[mmap.mmap] = field(default_factory=list)
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Release the memory of a tensor, whose values are read again on next use.
 
         Anything that was written to the tensor is lost.
         """
-        found = self._mappings.get(tensor.data_ptr())
-        if found is None or not hasattr(mmap, "MADV_DONTNEED"):
+        place = self._mappings.get(tensor.data_ptr())
+        if place is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        mapping, start, length = found
+        mapping, start, length = place
         begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only whole pages of the tensor
         end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
@@ -49,10 +48,11 @@ class MappedWeights:
     def dropping(self) -> Iterator[None]:
         """Keep releasing the memory of all tensors while active, for code that reads them in any order."""
         done = threading.Event()
+        mappings = {mapping for mapping, _, _ in self._mappings.values()}
 
         def work() -> None:
             while not done.wait(_DROP_SECONDS):
-                for mapping in self._files:
+                for mapping in mappings:
                     mapping.madvise(mmap.MADV_DONTNEED)
 
         thread = threading.Thread(target=work, name="ampaudit-dropper", daemon=True)
@@ -85,7 +85,6 @@ def map_checkpoint(path: Path) -> MappedWeights:
 def _map_file(path: Path, weights: MappedWeights) -> None:
     header = read_header(path)
     mapping = map_privately(path, WeightsError)
-    weights._files.append(mapping)
     for entry in header.entries:
         dtype = dtype_of(entry.dtype)
         if dtype is None:

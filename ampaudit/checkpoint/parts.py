@@ -103,9 +103,9 @@ class SafetensorsFile:
         WeightsError: See ``read_header``.
     """
 
-    def __init__(self, path: Path, label: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.label = label or path.name
+        self.label = path.name
         header = read_header(path)
         self.metadata = header.metadata
         self.entries = {entry.name: entry for entry in header.entries}

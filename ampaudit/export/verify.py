@@ -172,7 +172,7 @@ def _names_under(directory: Path) -> list[str]:
 
 def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
     try:
-        part = SafetensorsFile(path, name)
+        part = SafetensorsFile(path)
     except AuditError as error:
         yield Problem("changed", name, str(error.args[0]).removeprefix(f"{describe_path(path)}: "))
         return
@@ -210,14 +210,8 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 
 def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
     """Find working weights that are not their rounded masters."""
-    parts: dict[str, SafetensorsFile] = {}
+    part = cache(lambda name: SafetensorsFile(directory / name))
     readable = cache(partial(is_own_file, directory))
-
-    def part(name: str) -> SafetensorsFile:
-        if name not in parts:
-            parts[name] = SafetensorsFile(directory / name, name)
-        return parts[name]
-
     for number, (name, stored) in enumerate(manifest.tensors.items()):
         on_progress("comparing tensors with their masters", number, len(manifest.tensors))
         if stored.master is None or not all(map(readable, (stored.file, stored.master))):
