@@ -100,6 +100,12 @@ class Manifest:
     notes: tuple[str, ...]
     shapes: ProgramShapes | None = None
 
+    @property
+    def weight_files(self) -> set[str]:
+        """Names of the files with working weights, or with masters."""
+        files = {t.file for t in self.tensors.values()}
+        return files | {t.master for t in self.tensors.values() if t.master is not None}
+
 
 _ADAPTER = TypeAdapter(Manifest)
 
@@ -127,10 +133,8 @@ def read_manifest(directory: Path) -> Manifest:
         or text.replace(b"\r\n", b"\n") != _text(manifest).encode()
     ):
         raise _corrupt(path, "it was changed after it was written: its own digest differs")
-    weights = {t.file for t in manifest.tensors.values()}
-    weights |= {t.master for t in manifest.tensors.values() if t.master is not None}
-    ours = {name.casefold(): name for name in (MANIFEST, *BESIDE_WEIGHTS, *weights)}
-    for name in (*manifest.files, *weights):
+    ours = {name.casefold(): name for name in (MANIFEST, *BESIDE_WEIGHTS, *manifest.weight_files)}
+    for name in (*manifest.files, *manifest.weight_files):
         if not _is_within(name) or name == MANIFEST:
             raise _corrupt(path, f"it names the file {describe(name)!r}, which is not in the directory")
         if ours.get(name.casefold(), name) != name:
@@ -208,9 +212,12 @@ def _versions() -> dict[str, str]:
 
 
 def files_under(directory: Path) -> list[str]:
-    """List every file of a directory except the manifest, as relative paths."""
-    paths = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    return sorted(name for name in paths if name != MANIFEST)
+    """List all in a directory except directories and the manifest: also links, FIFOs and devices."""
+    names: list[str] = []
+    for root, folders, files in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        names += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def digest_of(path: Path) -> FileRecord:

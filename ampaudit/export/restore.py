@@ -50,7 +50,7 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
     with staged_directory(output, force=force, ours=MANIFEST) as stage:
         total = sum(TensorEntry(n, t.original_dtype, t.shape).size for n, t in manifest.tensors.items())
         on_read = count_megabytes("restoring MB of weights", total, on_progress)
-        parts = {name: WatchedPart(_part(directory, name), on_read) for name in _weight_files(manifest)}
+        parts = {name: WatchedPart(_part(directory, name), on_read) for name in manifest.weight_files}
         files: dict[str, FileRecord] = {}
         tensors: dict[str, StoredTensor] = {}
         for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
@@ -64,11 +64,6 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
             source=str(directory), notes=("restored from the masters of a converted directory",),
         )  # fmt: skip
         return write_manifest(stage, restored_manifest)
-
-
-def _weight_files(manifest: Manifest) -> set[str]:
-    files = {t.file for t in manifest.tensors.values()}
-    return files | {t.master for t in manifest.tensors.values() if t.master is not None}
 
 
 def _restore_file(
@@ -109,7 +104,7 @@ def _part(directory: Path, name: str) -> SafetensorsFile:
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
     """Copy files other than weights and ampaudit's; restore dtype and size in config.json and indexes."""
-    weights = _weight_files(manifest)
+    weights = manifest.weight_files
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name, record in manifest.files.items():
         if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":

@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 from torch.utils import _pytree as pytree
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, MANIFEST, ONNX, PROGRAM, REFERENCE
+from ampaudit.checkpoint.header import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
 from ampaudit.core.config import given_path, with_options
@@ -24,7 +24,7 @@ from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session, silent
 from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig
-from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest
+from ampaudit.export.manifest import FileRecord, Manifest, digest_of, files_under, read_manifest
 from ampaudit.export.program import compare_output, digest_of_tensors, run_program
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.conversion import OutputRecord, Problem, Verification
@@ -128,8 +128,8 @@ def check_files(directory: Path, manifest: Manifest, on_progress: Progress = sil
         yield problem
         if name.endswith(".safetensors") and is_own_file(directory, name):
             yield from _changed_tensors(directory / name, name, manifest)
-    for name in _names_under(directory):
-        if name not in manifest.files and name != MANIFEST:
+    for name in files_under(directory):
+        if name not in manifest.files:
             yield Problem("extra", name, "is in the directory but not in the manifest")
 
 
@@ -159,15 +159,6 @@ def file_problem(directory: Path, name: str, record: FileRecord) -> Problem | No
     except (AuditError, OSError) as error:
         return Problem("changed", name, f"cannot be read: {first_line(error)}")
     return None
-
-
-def _names_under(directory: Path) -> list[str]:
-    """List everything in a directory except directories, including links, FIFOs and devices."""
-    names: list[str] = []
-    for root, folders, files in os.walk(directory):
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        names += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
-    return sorted(names)
 
 
 def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
