@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,6 @@ from ampaudit.trace.values import torch_dtype
 __all__ = [
     "StorageDecision",
     "StoredTensor",
-    "TensorScan",
     "TensorStats",
     "WeightFiles",
     "decide_as_planned",
@@ -70,9 +69,9 @@ class StoredTensor:
         return self.master_dtype or self.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorStats:
-    """Statistics of rounding one tensor to a format.
+    """Statistics of rounding one tensor to a format, collected piece by piece while it is copied.
 
     Attributes:
         peak: Largest finite magnitude.
@@ -80,19 +79,11 @@ class TensorStats:
         broken: Number of values that are already NaN or infinite.
     """
 
-    peak: float
-    overflow: int
-    broken: int
+    peak: float = 0.0
+    overflow: int = 0
+    broken: int = 0
 
-
-class TensorScan:
-    """Statistics of a tensor, collected piece by piece while it is copied."""
-
-    def __init__(self, form: NumberFormat) -> None:
-        self._form = form
-        self._peak, self._overflow, self._broken = 0.0, 0, 0
-
-    def add(self, piece: torch.Tensor) -> None:
+    def add(self, piece: torch.Tensor, form: NumberFormat) -> None:
         """Measure a piece; elements are counted only if its extremes require it."""
         if not piece.numel():
             return
@@ -100,17 +91,12 @@ class TensorScan:
         largest = max(-float(low), float(high))
         if not math.isfinite(largest):
             finite = piece[piece.isfinite()]
-            self._broken += piece.numel() - finite.numel()
+            self.broken += piece.numel() - finite.numel()
             largest = float(finite.abs().amax()) if finite.numel() else 0.0
-        if largest >= self._form.overflow_at:
+        if largest >= form.overflow_at:
             magnitudes = piece.double().abs()
-            self._overflow += int((magnitudes.isfinite() & (magnitudes >= self._form.overflow_at)).sum())
-        self._peak = max(self._peak, largest)
-
-    @property
-    def stats(self) -> TensorStats:
-        """The statistics of all pieces so far."""
-        return TensorStats(self._peak, self._overflow, self._broken)
+            self.overflow += int((magnitudes.isfinite() & (magnitudes >= form.overflow_at)).sum())
+        self.peak = max(self.peak, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +109,9 @@ class WeightFiles:
         stats: Rounding statistics of each measured tensor.
     """
 
-    files: dict[str, tuple[str, int]]
-    tensors: dict[str, StoredTensor]
-    stats: dict[str, TensorStats]
+    files: dict[str, tuple[str, int]] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    stats: dict[str, TensorStats] = field(default_factory=dict)
 
 
 def write_weights(
@@ -155,7 +141,7 @@ def write_weights(
         OSError: A file cannot be written, for example because the disk is full.
         WeightsError: The checkpoint cannot be read.
     """
-    result = WeightFiles({}, {}, {})
+    result = WeightFiles()
     checkpoint = _watched(checkpoint, decisions, masters, on_progress)
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
@@ -227,16 +213,16 @@ def _write_working(
     """Write one file of working weights, collecting statistics into ``stats``."""
 
     def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
-        scan = TensorScan(measure) if measure is not None and entry.dtype in CASTABLE_TYPES else None
+        form = measure if entry.dtype in CASTABLE_TYPES else None
+        if form is not None:
+            stats[entry.name] = TensorStats()
         decision = decisions[entry.name]
         dtype = dtype_of(decision.dtype) if decision.dtype != entry.dtype else None
         for piece in part.pieces(entry.name):
             exact = piece if clip is None or dtype is None else clipped(piece, clip)
-            if scan is not None:
-                scan.add(exact)
+            if form is not None:
+                stats[entry.name].add(exact, form)
             yield exact if dtype is None else exact.to(dtype)
-        if scan is not None:
-            stats[entry.name] = scan.stats
 
     entries = [TensorEntry(e.name, decisions[e.name].dtype, e.shape) for e in part.entries.values()]
     pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())

@@ -223,7 +223,7 @@ def _with_records(
     (stage / REPORT).write_text(to_json(plan.audited.report), "utf-8")
     manifest = manifest_of(
         config.changed(policy=plan.audited.rules, masters=False),
-        WeightFiles({}, {}, {}),
+        WeightFiles(),
         kind="model",
         source=source.location,
         source_sha256=source.sha256,
