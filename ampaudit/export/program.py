@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,14 @@ class GraphModel(nn.Module):
         train: bool,
     ) -> None:
         super().__init__()
-        homes: dict[str, tuple[str, str]] = {}
+        paths = {p.node: p.node if p.slot is Slot.CONSTANT else p.name for p in folded.placeholders}
         # a single attribute, to avoid clashes with names of the model's layers
-        self._ampaudit = (fx.GraphModule(nn.Module(), folded.graph), folded.placeholders, outputs, homes)
+        self._ampaudit = (fx.GraphModule(nn.Module(), folded.graph), folded.placeholders, outputs, paths)
         parameters: dict[tuple[object, ...], nn.Parameter] = {}
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:
                 continue
-            path = place.name if place.slot is not Slot.CONSTANT else place.node
-            owner, _, leaf = path.rpartition(".")
-            homes[place.node] = (owner, leaf)
+            owner, _, leaf = paths[place.node].rpartition(".")
             value = values[place.node]
             module = _submodule(self, owner)
             if place.slot is Slot.PARAMETER and value.is_floating_point():
@@ -110,12 +109,10 @@ class GraphModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's outputs."""
-        code, places, outputs, homes = self._ampaudit
+        code, places, outputs, paths = self._ampaudit
         inputs = iter(tensor_leaves(args, kwargs))
         values = [
-            _given(next(inputs), place)
-            if place.slot is Slot.INPUT
-            else getattr(self.get_submodule(homes[place.node][0]), homes[place.node][1])
+            _given(next(inputs), place) if place.slot is Slot.INPUT else attrgetter(paths[place.node])(self)
             for place in places
         ]
         return as_structure(outputs, tuple(code(*values)))
@@ -221,9 +218,7 @@ def _drop_assertions(graph: fx.Graph) -> None:
 def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
     """Copy the layer and source line of each op."""
     for ours, theirs in same_nodes(old, new):
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in ours.meta:
-                theirs.meta[key] = ours.meta[key]
+        theirs.meta |= {key: ours.meta[key] for key in ("nn_module_stack", "stack_trace") if key in ours.meta}
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
@@ -278,9 +273,8 @@ def record_reference(
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
-    every = dict(
-        flatten_outputs(call_unchanged(model, *model_call, seed=seed))
-    )  # with caches, which the program has not
+    # with caches, which the program has not
+    every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed)))
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     results = run_program(program.module(), call, seed)
@@ -288,12 +282,7 @@ def record_reference(
         return ReferenceOutputs(tensors, (), results)
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(results)}
     outputs = tuple(
-        OutputRecord(
-            name,
-            dtype_name(ours.dtype),
-            digest_of_tensors([ours]),
-            *compare_output(ours, ref),
-        )
+        OutputRecord(name, dtype_name(ours.dtype), digest_of_tensors([ours]), *compare_output(ours, ref))
         for name, ours, ref in zip(names, results, exact, strict=True)
     )
     return ReferenceOutputs(tensors, outputs, "")
@@ -340,10 +329,6 @@ def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float |
     )
     db = signal_to_noise_db(signal**2, noise**2)
     return largest, None if db is None else round(db, 2)
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:
