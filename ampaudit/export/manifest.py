@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PureWindowsPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -29,16 +29,18 @@ from ampaudit.core.untrusted import (
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants
-from ampaudit.report.conversion import OutputRecord, ProgramShapes
+from ampaudit.report.conversion import Conversion, OutputRecord, ProgramShapes
 
 __all__ = [
     "FileRecord",
     "Manifest",
+    "conversion_of",
     "digest_of",
     "files_under",
     "manifest_of",
     "read_manifest",
     "write_manifest",
+    "write_table",
 ]
 
 _HINT = "convert the model again"
@@ -199,6 +201,37 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
     complete = replace(complete, self_sha256=_own_digest(complete))
     (directory / MANIFEST).write_text(_text(complete), encoding="utf-8")
     return complete
+
+
+def conversion_of(manifest: Manifest, output: Path) -> Conversion:
+    """Return what a manifest says about a conversion to ``output``; all else is empty."""
+    return Conversion(
+        source=manifest.source,
+        output=str(output),
+        policy=manifest.policy,
+        dtype=manifest.dtype,
+        mode=manifest.mode,
+        verdict=None,
+        exit_code=0,
+        bytes_before=0,
+        bytes_after=0,
+        stored={},
+        kept={},
+        overflow={},
+        broken={},
+        masters=manifest.masters,
+        outputs=manifest.outputs,
+        onnx_casts=None,
+        onnx_error=None,
+        files={name: record.size for name, record in manifest.files.items()},
+        notes=manifest.notes,
+        shapes=manifest.shapes,
+    )
+
+
+def write_table(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a configuration or an index as JSON."""
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _versions() -> dict[str, str]:

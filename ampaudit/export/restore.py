@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +17,7 @@ from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.untrusted import describe, describe_path, read_table
-from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest, write_table
 from ampaudit.export.verify import file_problem, is_own_file
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
@@ -122,17 +120,13 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
             metadata = table.get("metadata")
             total = {"total_size": sum(entry.size for entry in before)}
             table["metadata"] = {**metadata, **total} if isinstance(metadata, dict) else total
-            _write(place, table)
+            write_table(place, table)
 
 
 def _edit_config(path: Path, before: Iterable[TensorEntry]) -> None:
     floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
     dtype = "float32" if "float32" in floats or not floats else min(floats)
-    _write(path, with_stored_dtype(read_raw_config(path.parent), dtype))
-
-
-def _write(path: Path, table: dict[str, Any]) -> None:
-    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_table(path, with_stored_dtype(read_raw_config(path.parent), dtype))
 
 
 def _damaged(file: str, what: str) -> WeightsError:

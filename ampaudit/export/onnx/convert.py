@@ -16,7 +16,7 @@ from ampaudit.core.files import check_unchanged, staged_directory
 from ampaudit.core.session import Progress, Session
 from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
+from ampaudit.export.manifest import Manifest, conversion_of, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.outputs import (
     Original,
@@ -94,26 +94,13 @@ def convert_onnx(
         manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
     report = plan.audited.report
-    return report, Conversion(
-        source=source.location,
-        output=str(directory),
-        policy=manifest.policy,
-        dtype=manifest.dtype,
-        mode=manifest.mode,
+    return report, replace(
+        conversion_of(manifest, directory),
         verdict=report.verdict,
-        exit_code=0,
         bytes_before=file.sizes[0],
         bytes_after=file.sizes[1],
         stored=file.stored,
-        kept={},
-        overflow={},
-        broken={},
-        masters=False,
-        outputs=outputs,
         onnx_casts=file.casts,
-        onnx_error=None,
-        files={name: record.size for name, record in manifest.files.items()},
-        notes=manifest.notes,
         inputs=source.inputs,
         gaps=report.gaps,
     )
