@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,9 +33,9 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import open_regular
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.dynamic import DynamicShapes, ShapeComparison, retraced
+from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retraced
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
-from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
+from ampaudit.export.manifest import Manifest, conversion_of, manifest_of, write_manifest, write_table
 from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import (
@@ -122,109 +122,102 @@ def convert(
         return convert_onnx(opened, directory, settings, session)
     shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
     read_files = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
-    subject = _audit(opened, settings, session)
-    report = subject.audited.report
-    if report.exit_code:
-        return report, None
-    planned = _plan(subject, shapes)
-    with keeping(report), staged_directory(directory, force=settings.force, ours=MANIFEST) as stage:
-        conversion = _write(planned, shapes, stage, directory, session.on_progress)
-        check_unchanged(read_files)
-    return report, conversion
-
-
-def _refuse(opened: ModelSource, settings: ConvertConfig) -> None:
-    """Reject models that are converted already, and weights on disk for ONNX."""
-    if settings.onnx and opened.release is not None:
-        raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
-    if opened.kind == "converted":
-        is_program = (Path(opened.location) / PROGRAM).is_file()
-        hint = "--to float32 undoes it" if is_program else "convert the original again"
-        raise SourceError(f"{opened.location} is converted already", hint=hint)
-
-
-class _Subject(NamedTuple):
-    """What is converted: the model, rescaled if asked for, with its audit under the final policy."""
-
-    opened: ModelSource
-    audited: Audited
-    settings: ConvertConfig
-    rescaling: Rescaling | None
-
-
-def _audit(opened: ModelSource, settings: ConvertConfig, session: Session) -> _Subject:
-    """Rescale and tune the model as the options ask, and audit the result."""
-    rescaling = audited = None
+    audited, rescaling = None, None
     if settings.rescale:
         opened, audited, rescaling = audit_rescaled(opened, settings.loaded(), session)
     if settings.tune is not None:
         rules = tuned_rules(opened, settings.dtype, settings.tune, settings, session)
         settings = settings.changed(policy=rules)
     settings = settings.loaded()
-    if audited is None or rescaling is None or settings.tune is not None:
+    if audited is None or settings.tune is not None:
         (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings), session)
-    return _Subject(opened, audited, settings, rescaling)
+    if audited.report.exit_code:
+        return audited.report, None
+    plan = _plan(opened, audited, settings, rescaling, shapes)
+    with (
+        keeping(audited.report),
+        staged_directory(directory, force=settings.force, ours=MANIFEST) as stage,
+    ):
+        conversion = _write(plan, stage, directory, session.on_progress)
+        check_unchanged(read_files)
+    return audited.report, conversion
 
 
-class _Planned(NamedTuple):
+def _refuse(source: ModelSource, config: ConvertConfig) -> None:
+    """Reject models that are converted already, and weights on disk for ONNX."""
+    if config.onnx and source.release is not None:
+        raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
+    if source.kind == "converted":
+        is_program = (Path(source.location) / PROGRAM).is_file()
+        hint = "--to float32 undoes it" if is_program else "convert the original again"
+        raise SourceError(f"{source.location} is converted already", hint=hint)
+
+
+class _Plan(NamedTuple):
     """What is written: the audited model with the graph of its program, and the dtype of each weight."""
 
-    subject: _Subject
+    source: ModelSource
+    audited: Audited
+    config: ConvertConfig
+    rescaling: Rescaling | None
+    shapes: DynamicShapes
     converted: ConvertedModel
     graph: FoldedGraph
     checkpoint: Checkpoint
     decisions: Mapping[str, StorageDecision]
 
 
-def _plan(subject: _Subject, shapes: DynamicShapes) -> _Planned:
+def _plan(
+    source: ModelSource,
+    audited: Audited,
+    config: ConvertConfig,
+    rescaling: Rescaling | None,
+    shapes: DynamicShapes,
+) -> _Plan:
     """Trace open dimensions, if there are any, fold casts into weights, and decide their dtypes."""
-    opened, audited, settings, rescaling = subject
     converted = audited.audit.converted
     refuse_path(converted.traced, "a converted program")
-    if settings.dynamic:
-        batch = shapes.traceable(opened.batches[0])
-        opened = replace(opened, batches=(batch,))
-        converted = retraced(opened, audited, batch, settings, shapes.dimensions())
-    graph = fold_casts(converted, settings.mode)
-    storage = graph if settings.mode == "inference" else fold_casts(converted, "inference")
-    checkpoint, names = _checkpoint(opened, settings, rescaling)
-    decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
-    return _Planned(subject._replace(opened=opened), converted, graph, checkpoint, decisions)
+    if config.dynamic:
+        batch = shapes.traceable(source.batches[0])
+        source = replace(source, batches=(batch,))
+        converted = retraced(source, audited, batch, config, shapes.dimensions())
+    graph = fold_casts(converted, config.mode)
+    storage = graph if config.mode == "inference" else fold_casts(converted, "inference")
+    checkpoint, names = _checkpoint(source, config, rescaling)
+    decisions = decide_as_planned(checkpoint, planned_dtypes(source.model, storage), names)
+    return _Plan(source, audited, config, rescaling, shapes, converted, graph, checkpoint, decisions)
 
 
-def _write(
-    planned: _Planned, shapes: DynamicShapes, stage: Path, directory: Path, on_progress: Progress
-) -> Conversion:
+def _write(plan: _Plan, stage: Path, directory: Path, on_progress: Progress) -> Conversion:
     """Write everything into a staging directory; ``directory`` is where it will stand."""
-    subject, converted, graph, checkpoint, decisions = planned
-    opened, audited, settings, rescaling = subject
-    notes = [*opened.notes, *converted.traced.notes]
-    if opened.kind == "huggingface":
-        copy_companions(Path(opened.location), stage, directory)
-        notes += set_dtype(stage, opened.model, decisions, settings.dtype)
-    notes += rescaling.written(stage, opened) if rescaling is not None else ()
+    source, audited, config, converted = plan.source, plan.audited, plan.config, plan.converted
+    notes = [*source.notes, *converted.traced.notes]
+    if source.kind == "huggingface":
+        copy_companions(Path(source.location), stage, directory)
+        notes += set_dtype(stage, source.model, plan.decisions, config.dtype)
+    notes += plan.rescaling.written(stage, source) if plan.rescaling is not None else ()
     clip = converted.traced.clip
     files = write_weights(
-        checkpoint, decisions, stage, masters=settings.masters, clip=clip, on_progress=on_progress
+        plan.checkpoint, plan.decisions, stage, masters=config.masters, clip=clip, on_progress=on_progress
     )
     (stage / PLAN).write_text(
-        plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
+        plan_rules(audited.audit.converted.traced, audited.rules, source.location), "utf-8"
     )
     (stage / REPORT).write_text(to_json(audited.report), "utf-8")
-    mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
-    weights = folded_weights(converted, graph, ready)
+    mapped, ready = _map_written(source, plan.graph, stage, files) if source.release else (None, {})
+    weights = folded_weights(converted, plan.graph, ready)
     on_progress("exporting the program", 0, 0)
     with mapped.dropping() if mapped is not None else nullcontext():
-        program = _write_program(stage, opened, audited, (converted, graph), weights, settings, shapes)
+        program = _write_program(plan, weights, stage)
     tensors = program.reference.tensors.items()
     inputs = [tensor for name, tensor in tensors if name.startswith("input")]
     manifest = manifest_of(
-        settings,
+        config,
         files,
         kind="model",
-        source=opened.location,
-        source_sha256=opened.sha256,
-        seed=settings.seed,
+        source=source.location,
+        source_sha256=source.sha256,
+        seed=config.seed,
         clip=clip,
         notes=[*notes, *program.notes],
         inputs_sha256=digest_of_tensors(inputs) if inputs else None,
@@ -232,11 +225,11 @@ def _write(
         shapes=program.shapes,
     )
     return replace(
-        conversion_of(directory, checkpoint, files, write_manifest(stage, manifest)),
+        _conversion(directory, plan.checkpoint, files, write_manifest(stage, manifest)),
         verdict=audited.report.verdict,
         onnx_casts=program.onnx.casts if program.onnx is not None else None,
         onnx_error=program.onnx_error,
-        inputs=opened.inputs,
+        inputs=source.inputs,
         gaps=audited.report.gaps,
     )
 
@@ -285,51 +278,48 @@ def _state_dict_of(model: nn.Module) -> Checkpoint:
     return Checkpoint(Path(SINGLE), (InMemory(SINGLE, tensors, metadata),), None, {})
 
 
-def _write_program(
-    stage: Path,
-    source: ModelSource,
-    audited: Audited,
-    models: tuple[ConvertedModel, FoldedGraph],
-    weights: Mapping[str, torch.Tensor],
-    options: ConvertConfig,
-    shapes: DynamicShapes,
-) -> _Written:
+def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path) -> _Written:
     """Write the program, its reference outputs, and its ONNX form; compare them."""
-    if not options.program:
+    source, config, shapes, batch = plan.source, plan.config, plan.shapes, plan.source.batches[0]
+    if not config.program:
         return _Written()
-    (converted, graph), batch = models, source.batches[0]
-    names, train = converted.traced.outputs, options.mode == "train"
-    dimensions = shapes.dimensions() if options.dynamic else None
+    names = plan.converted.traced.outputs
     program = export_program(
-        graph, weights, names, batch.args, batch.kwargs, train=train, dimensions=dimensions
+        plan.graph,
+        weights,
+        names,
+        batch.args,
+        batch.kwargs,
+        train=config.mode == "train",
+        dimensions=shapes.dimensions() if config.dynamic else None,
     )
     save_program(program, stage / PROGRAM)
     if source.release is not None:
         note = "its weights were streamed, so the program was written and not run"
         return _Written(shapes=shapes.described(program, ()), notes=(note,))
     call: ExampleCall = program.example_inputs or ((), {})
-    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, options.seed)
+    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, config.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     onnx = None
-    if options.onnx:
+    if config.onnx:
         onnx = write_onnx(
             program,
             stage / ONNX,
             flat_outputs(call),
             input_names=names_of_inputs(source.model, batch.args, batch.kwargs),
             output_names=names,
-            metadata=metadata_of(audited.report, converted.traced, graph, program),
+            metadata=metadata_of(plan.audited.report, plan.converted.traced, plan.graph, program),
             axis_names=shapes.axis_names,
         )
     compared = onnx if not source.model.training else None
     error = compared.max_error(reference) if compared is not None else None
-    path = stage / ONNX if compared is not None and compared.outputs else None
-    comparison = ShapeComparison(program, source, audited, options, shapes, path)
-    if options.dynamic:
-        comparison.run()
-    error = max(error, comparison.onnx_error or 0.0) if error is not None else None
+    verified: list[Mapping[str, int]] = []
+    if config.dynamic:
+        path = stage / ONNX if compared is not None and compared.outputs else None
+        verified, largest = compare_shapes(program, source, plan.audited, config, shapes, path)
+        error = max(error, largest) if error is not None else None
     notes = tuple(text for text in (reference.note, onnx.note if onnx else "") if text)
-    return _Written(reference, onnx, error, shapes.described(program, comparison.verified), notes)
+    return _Written(reference, onnx, error, shapes.described(program, verified), notes)
 
 
 def _map_written(
@@ -462,46 +452,29 @@ def convert_weights(
         )
         manifest = write_manifest(stage, manifest)
         check_unchanged(read_files)
-    conversion = conversion_of(output, checkpoint, files, manifest)
+    conversion = _conversion(output, checkpoint, files, manifest)
     return replace(conversion, exit_code=1 if conversion.overflow or conversion.broken else 0)
 
 
-def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
+def _conversion(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
     """Summarize a conversion; fields that need an audit or ONNX stay empty."""
     entries = checkpoint.entries
-    stored: dict[str, int] = {}
     wide: dict[str, tuple[int, int, str]] = {}
-    after = 0
+    sizes = {name: replace(entries[name], dtype=tensor.dtype).size for name, tensor in files.tensors.items()}
     for name, tensor in files.tensors.items():
-        size = replace(entries[name], dtype=tensor.dtype).size
-        after += size
-        stored[tensor.dtype] = stored.get(tensor.dtype, 0) + 1
         if tensor.dtype in ("F32", "F64"):
             count, total, largest = wide.get(tensor.reason, (0, 0, name))
-            largest = name if size > entries[largest].size else largest
-            wide[tensor.reason] = (count + 1, total + size, largest)
+            largest = name if sizes[name] > entries[largest].size else largest
+            wide[tensor.reason] = (count + 1, total + sizes[name], largest)
     rounded = {name for name, tensor in files.tensors.items() if tensor.master_dtype is not None}
-    return Conversion(
-        source=manifest.source,
-        output=str(output),
-        policy=manifest.policy,
-        dtype=manifest.dtype,
-        mode=manifest.mode,
-        verdict=None,
-        exit_code=0,
+    return replace(
+        conversion_of(manifest, output),
         bytes_before=sum(entry.size for entry in entries.values()) - checkpoint.widened,
-        bytes_after=after,
-        stored=stored,
+        bytes_after=sum(sizes.values()),
+        stored=dict(Counter(tensor.dtype for tensor in files.tensors.values())),
         kept=wide,
         overflow={n: s.overflow for n, s in files.stats.items() if s.overflow and n in rounded},
         broken={n: s.broken for n, s in files.stats.items() if s.broken},
-        masters=manifest.masters,
-        outputs=manifest.outputs,
-        onnx_casts=None,
-        onnx_error=None,
-        files={name: record.size for name, record in manifest.files.items()},
-        notes=manifest.notes,
-        shapes=manifest.shapes,
     )
 
 
@@ -520,18 +493,15 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
     if inside[0].parent.name == "snapshots":  # files in the cache of Hugging Face are links to blobs
         inside.append(inside[0].parent.parent / "blobs")
     for path in sorted(source.rglob("*")):
-        if path.resolve().is_relative_to(output.resolve()):
-            continue
         relative = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in relative.parts)
         if (
-            hidden
+            path.resolve().is_relative_to(output.resolve())
+            or any(part.startswith(".") for part in relative.parts)
             or not path.is_file()
             or path.suffix in _WEIGHT_SUFFIXES
             or path.name.endswith(".index.json")
+            or str(relative) in _OWN_FILES
         ):
-            continue
-        if str(relative) in _OWN_FILES:
             continue
         place = target / relative
         if not any(path.resolve().is_relative_to(directory) for directory in inside):
@@ -555,13 +525,13 @@ def set_dtype(
     Returns:
         Notes for the user.
     """
-    path = directory / CONFIG_FILE
     config = read_raw_config(directory)
-    float32 = _in_float32(model, decisions, dtype)
+    is_kept = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
+    float32 = [n for n, d in decisions.items() if d.dtype == "F32" and not is_kept(d.parameter or n)]
     if "torch_dtype" not in config:
         config.setdefault("dtype")
     config = with_stored_dtype(config, dtype if not float32 else "float32")
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_table(directory / CONFIG_FILE, config)
     if not float32:
         return ()
     return (
@@ -576,34 +546,21 @@ def set_numbers(directory: Path, model: nn.Module, changes: Collection[Attribute
 
     A number is set only if exactly one key has it, and every module that has it changes.
     """
-    path, config = directory / CONFIG_FILE, read_raw_config(directory)
+    config = read_raw_config(directory)
     values = {(each.old, each.new) for each in changes}
     if len(values) != 1:
         return not values
     ((old, new),) = values
     keys = [key for key, value in config.items() if value == old and isinstance(value, float)]
-    changed = {
-        (module_path, name)
-        for module_path, module in model.named_modules()
+    numbers = {
+        (path, name): value
+        for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, float) and value == new
+        if isinstance(value, float)
     }
-    unchanged = any(
-        isinstance(value, float) and value == old
-        for module in model.modules()
-        for value in vars(module).values()
-    )
-    if len(keys) != 1 or unchanged or changed != {(each.module, each.name) for each in changes}:
+    changed = {place for place, value in numbers.items() if value == new}
+    if len(keys) != 1 or old in numbers.values() or changed != {(each.module, each.name) for each in changes}:
         return False
     config[keys[0]] = new
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_table(directory / CONFIG_FILE, config)
     return True
-
-
-def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
-    is_kept = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
-    return [
-        name
-        for name, decision in decisions.items()
-        if decision.dtype == "F32" and not is_kept(decision.parameter or name)
-    ]

@@ -31,7 +31,7 @@ from ampaudit.trace.capture import Dimensions
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import named_inputs, tensor_leaves
 
-__all__ = ["DynamicShapes", "ShapeComparison", "retraced"]
+__all__ = ["DynamicShapes", "compare_shapes", "retraced"]
 
 _RANGE = "say which sizes it takes: --dynamic INPUT=NAME:LOW-HIGH,..."
 _HINT = "leave out --dynamic, or the dimensions on which the model's code depends"
@@ -62,9 +62,8 @@ class DynamicShapes:
             UsageError: There is no such input, or the dimensions do not fit it.
         """
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        leaves = named_inputs(batch.args, batch.kwargs)
         names = names_of_inputs(model, batch.args, batch.kwargs) or [
-            name for name, leaf in leaves if isinstance(leaf, torch.Tensor)
+            name for name, leaf in named_inputs(batch.args, batch.kwargs) if isinstance(leaf, torch.Tensor)
         ]
         if len(names) != len(tensors):  # some are inside objects, such as packed sequences
             names = [f"input[{number}]" for number in range(len(tensors))]
@@ -269,8 +268,17 @@ def _computed(traced: TracedModel) -> dict[str, tuple[object, ...]]:
     }
 
 
-class ShapeComparison:
-    """Compare a dynamic program with traces of the model for other shapes.
+def compare_shapes(
+    program: ExportedProgram,
+    source: ModelSource,
+    audited: Audited,
+    config: ConvertConfig,
+    shapes: DynamicShapes,
+    onnx: Path | None,
+) -> tuple[list[Mapping[str, int]], float]:
+    """Compare a dynamic program with traces of the model, at two other shapes and at the minimum sizes.
+
+    A size of 1 is required only if a range includes it.
 
     Args:
         program: Program of the converted model.
@@ -280,51 +288,20 @@ class ShapeComparison:
         shapes: Variable dimensions.
         onnx: Program as ONNX, if there is one.
 
-    Attributes:
-        verified: Sizes at which outputs are bitwise equal.
-        onnx_error: Largest difference of ONNX Runtime; ``None`` if it did not run.
+    Returns:
+        The sizes at which outputs are bitwise equal, and the largest difference of ONNX Runtime.
+
+    Raises:
+        RunFailed: Outputs are not bitwise equal, or ONNX Runtime's differ too much.
     """
+    verified: list[Mapping[str, int]] = []
+    differences: list[float] = []
 
-    def __init__(
-        self,
-        program: ExportedProgram,
-        source: ModelSource,
-        audited: Audited,
-        config: ConvertConfig,
-        shapes: DynamicShapes,
-        onnx: Path | None,
-    ) -> None:
-        self._given = source, audited, config
-        self._program = program
-        self._shapes = shapes
-        self._onnx = onnx
-        self.verified: list[Mapping[str, int]] = []
-        self.onnx_error: float | None = None
-
-    def run(self) -> None:
-        """Compare at two other shapes, and at the minimum sizes; 1 is required only if a range includes it.
-
-        Raises:
-            RunFailed: Outputs are not bitwise equal, or ONNX Runtime's differ too much.
-        """
-        batch = self._given[0].batches[0]
-        others, least = self._shapes.others(batch, self._shapes.final_ranges(self._program))
-        for sizes in others:
-            self._compare(sizes)
-        smallest = {axis: low if axis in self._shapes.ranges else max(low, 2) for axis, low in least.items()}
-        if least != smallest:
-            with suppress(CouldNotAudit):
-                self._compare(least)
-                return
-        if smallest not in self.verified:
-            self._compare(smallest)
-
-    def _compare(self, sizes: Mapping[str, int]) -> None:
-        source, audited, config = self._given
-        batch = self._shapes.resized(source.batches[0], sizes)
+    def compare(sizes: Mapping[str, int]) -> None:
+        batch = shapes.resized(source.batches[0], sizes)
         try:
             converted = retraced(source, audited, batch, config)
-            expected = self._expected(converted, batch)
+            expected = _expected(converted, source, batch, config)
         except (SourceError, IndexError) as error:
             raise RunFailed(
                 f"the model itself fails at {_text(sizes)}: {first_line(error)}",
@@ -335,37 +312,42 @@ class ShapeComparison:
         names = converted.traced.outputs
         call = batch.args, tensors_only(batch.kwargs)
         try:
-            outputs = run_program(self._program.module(), call, config.seed)
+            outputs = run_program(program.module(), call, config.seed)
         except AssertionError as error:  # a guard of the program
             outputs = first_line(error)
         _refuse_difference(outputs, expected, names, sizes)
-        if self._onnx is not None:
-            self._compare_onnx(self._onnx, flat_outputs(call), list(zip(names, expected, strict=True)), sizes)
-        self.verified.append(sizes)
+        if onnx is not None:
+            try:
+                onnx_outputs = run_onnx(onnx, flat_outputs(call))
+            except Exception as error:
+                raise RunFailed(
+                    f"model.onnx does not run at {_text(sizes)}: {first_line(error)}", hint=_HINT
+                ) from error
+            differences.append(max_difference(onnx_outputs, list(zip(names, expected, strict=True))))
+        verified.append(sizes)
 
-    def _expected(self, converted: ConvertedModel, batch: Batch) -> list[torch.Tensor] | str:
-        """Run the graph that was traced for these shapes."""
-        source, _, config = self._given
-        folded = fold_casts(converted, config.mode)
-        weights, names = folded_weights(converted, folded, {}), converted.traced.outputs
-        model = GraphModel(folded, weights, names, train=config.mode == "train")
-        model.train(source.model.training)
-        return run_program(model, (batch.args, batch.kwargs), config.seed)
+    others, least = shapes.others(source.batches[0], shapes.final_ranges(program))
+    for sizes in others:
+        compare(sizes)
+    smallest = {axis: low if axis in shapes.ranges else max(low, 2) for axis, low in least.items()}
+    if least != smallest:
+        with suppress(CouldNotAudit):
+            compare(least)
+            return verified, max(differences, default=0.0)
+    if smallest not in verified:
+        compare(smallest)
+    return verified, max(differences, default=0.0)
 
-    def _compare_onnx(
-        self,
-        path: Path,
-        inputs: list[torch.Tensor],
-        expected: list[tuple[str, torch.Tensor]],
-        sizes: Mapping[str, int],
-    ) -> None:
-        try:
-            outputs = run_onnx(path, inputs)
-        except Exception as error:
-            raise RunFailed(
-                f"model.onnx does not run at {_text(sizes)}: {first_line(error)}", hint=_HINT
-            ) from error
-        self.onnx_error = max(self.onnx_error or 0.0, max_difference(outputs, expected))
+
+def _expected(
+    converted: ConvertedModel, source: ModelSource, batch: Batch, config: ConvertConfig
+) -> list[torch.Tensor] | str:
+    """Run a graph that was traced for the shapes of a batch."""
+    folded = fold_casts(converted, config.mode)
+    weights, names = folded_weights(converted, folded, {}), converted.traced.outputs
+    model = GraphModel(folded, weights, names, train=config.mode == "train")
+    model.train(source.model.training)
+    return run_program(model, (batch.args, batch.kwargs), config.seed)
 
 
 def _text(sizes: Mapping[str, int]) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.core.text import escape_control, format_number
@@ -25,6 +24,7 @@ from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.program import ReferenceOutputs, compare_output, same_nodes
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.source.onnx.names import NodeNames
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import dtype_name
@@ -105,7 +105,7 @@ def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     except (TypeError, ValueError):
         return None
     tensors = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
-    every = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    every = tensor_leaves(args, kwargs)
     in_order = [bound[name] for name in tensors] if len(tensors) == len(every) else []
     return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
 
