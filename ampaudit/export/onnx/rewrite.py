@@ -77,34 +77,25 @@ def choose_types(
     import networkx as nx
 
     flow, regions = nx.DiGraph(), Regions()
-    planner = _Planner(flow, regions, decisions, versions, low)
-    planner.add_graph(graph, _LOW if low_io else _FLOAT32)
-    if planner.free:
+    flow.add_nodes_from((_FLOAT32, _LOW))
+    network = _Network(flow, regions, decisions, versions, low)
+    network.add_graph(graph, _LOW if low_io else _FLOAT32)
+    if network.free:
         _, (wide, _) = nx.minimum_cut(flow, _FLOAT32, _LOW)
-        planner.fixed_wide |= {node for node in planner.free if node in wide}
-    regions.wide = planner.fixed_wide
+        regions.wide.update(node for node in network.free if node in wide)
     return regions
 
 
-class _Planner:
-    """Builds the flow network of nodes and of the costs of casting each value."""
+@dataclass(slots=True)
+class _Network:
+    """Builds the flow network of nodes and of the costs of casting each value; ``free`` are undecided."""
 
-    def __init__(
-        self,
-        flow: nx.DiGraph,
-        regions: Regions,
-        decisions: Mapping[ir.Node, bool],
-        versions: Mapping[str, int],
-        low: str,
-    ) -> None:
-        self._flow = flow
-        self._regions = regions
-        self._decisions = decisions
-        self._versions = versions
-        self._low = low
-        self.free: list[ir.Node] = []
-        self.fixed_wide: set[ir.Node] = set()
-        flow.add_nodes_from((_FLOAT32, _LOW))
+    flow: nx.DiGraph
+    regions: Regions
+    decisions: Mapping[ir.Node, bool]
+    versions: Mapping[str, int]
+    low: str
+    free: list[ir.Node] = field(default_factory=list)
 
     def add_graph(self, graph: ir.Graph, border: Any) -> None:
         """Add the nodes of a graph, whose inputs and outputs have the type of ``border``."""
@@ -122,20 +113,20 @@ class _Planner:
 
     def _add_node(self, node: ir.Node) -> None:
         domain = plain_domain(node.domain)
-        version = node.version or self._versions.get(domain, 1)
-        types = node_types(node, version, self._low)
-        self._regions.types[node] = types
-        self._flow.add_node(node)
+        version = node.version or self.versions.get(domain, 1)
+        types = node_types(node, version, self.low)
+        self.regions.types[node] = types
+        self.flow.add_node(node)
         moves = node.op_type in MOVING and domain == ""
-        decided = self._decisions.get(node)
+        decided = self.decisions.get(node)
         if not types.takes_low or decided is True or (decided is None and not self._is_free(node)):
-            self.fixed_wide.add(node)
-            self._flow.add_edge(_FLOAT32, node, capacity=float("inf"))
+            self.regions.wide.add(node)
+            self.flow.add_edge(_FLOAT32, node, capacity=float("inf"))
         elif decided is None or moves or node.op_type == "Cast":
             self.free.append(node)
-            self._flow.add_edge(node, _LOW, capacity=_WIDE_COST)
+            self.flow.add_edge(node, _LOW, capacity=_WIDE_COST)
         else:
-            self._flow.add_edge(node, _LOW, capacity=float("inf"))
+            self.flow.add_edge(node, _LOW, capacity=float("inf"))
 
     def _is_free(self, node: ir.Node) -> bool:
         """Return whether a node without an audited op may have either type."""
@@ -148,14 +139,14 @@ class _Planner:
         node = value.producer()
         if producer in (_FLOAT32, _LOW) or node is None or node is not producer:
             return producer
-        slot = self._regions.types[node].outputs[value.index() or 0]
+        slot = self.regions.types[node].outputs[value.index() or 0]
         return _FLOAT32 if slot is SlotType.FLOAT32 else producer
 
     def _users(self, value: ir.Value) -> Iterator[Any]:
         for use in value.uses():
             node = use.node
             assert node is not None
-            slot = self._regions.types[node].inputs[use.idx]
+            slot = self.regions.types[node].inputs[use.idx]
             if slot is not SlotType.ANY:
                 yield _FLOAT32 if slot is SlotType.FLOAT32 else node
 
@@ -165,11 +156,11 @@ class _Planner:
         if not others:
             return
         down, up = (value, "down"), (value, "up")
-        self._flow.add_edge(producer, down, capacity=_CAST_COST)
-        self._flow.add_edge(up, producer, capacity=_CAST_COST)
+        self.flow.add_edge(producer, down, capacity=_CAST_COST)
+        self.flow.add_edge(up, producer, capacity=_CAST_COST)
         for user in others:
-            self._flow.add_edge(down, user, capacity=float("inf"))
-            self._flow.add_edge(user, up, capacity=float("inf"))
+            self.flow.add_edge(down, user, capacity=float("inf"))
+            self.flow.add_edge(user, up, capacity=float("inf"))
 
 
 @dataclass(slots=True)
