@@ -95,14 +95,11 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
         version: Version of its operator set.
         low: Name of the 16-bit format, ``float16`` or ``bfloat16``.
     """
-    sizes = len(node.inputs), len(node.outputs)
     schema = schema_of(node.domain, node.op_type, version)
     if schema is None:  # a runtime's operator, assumed to have one type for all, as its fused operators do
-        return NodeTypes(
-            (SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], node.domain == "com.microsoft"
-        )
+        return _alike(node, SlotType.CHOSEN, takes_low=node.domain == "com.microsoft")
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
-    wide = NodeTypes((SlotType.FLOAT32,) * sizes[0], (SlotType.FLOAT32,) * sizes[1], False)
+    wide = _alike(node, SlotType.FLOAT32, takes_low=False)
     special = _special(node)
     if special is not None:  # in an old operator set, not even Cast supports the format
         return special if any(f"tensor({low})" in allowed for allowed in kinds.values()) else wide
@@ -113,13 +110,17 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
         allowed = kinds.get(formal.type_str, {formal.type_str})
         return SlotType.CHOSEN if f"tensor({low})" in allowed else SlotType.FLOAT32
 
-    inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(sizes[0]))
-    outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(sizes[1]))
+    inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(len(node.inputs)))
+    outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(len(node.outputs)))
     if node.op_type == "LayerNormalization" and node.domain in STANDARD:
-        outputs = (outputs[0], *(SlotType.FLOAT32,) * (sizes[1] - 1))  # its statistics are of stash_type
+        outputs = (outputs[0], *(SlotType.FLOAT32,) * (len(outputs) - 1))  # its statistics are of stash_type
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
     main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
     return NodeTypes(inputs, outputs, SlotType.CHOSEN in main)
+
+
+def _alike(node: ir.Node, slot: SlotType, *, takes_low: bool) -> NodeTypes:
+    return NodeTypes((slot,) * len(node.inputs), (slot,) * len(node.outputs), takes_low)
 
 
 def _special(node: ir.Node) -> NodeTypes | None:
@@ -127,12 +128,10 @@ def _special(node: ir.Node) -> NodeTypes | None:
     if node.domain not in STANDARD:
         return None
     if node.op_type in ("If", "Loop", "Scan"):
-        return NodeTypes((SlotType.CHOSEN,) * len(node.inputs), (SlotType.CHOSEN,) * len(node.outputs), True)
-    if node.op_type == "Cast":
-        return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
+        return _alike(node, SlotType.CHOSEN, takes_low=True)
     if node.op_type == "CastLike":  # its result has the type of its second input
         return NodeTypes((SlotType.ANY, SlotType.CHOSEN), (SlotType.CHOSEN,), True)
-    if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
+    if node.op_type in ("Cast", "Shape", "Size", "NonZero", "IsNaN", "IsInf"):
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None
 
