@@ -247,7 +247,7 @@ def _audit_until_unbroken(
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_MAX_AUDITS):
         (audited,) = audit_policies(source, [rules], settings, session)
-        more = () if is_fixed else _broken(audited, promoted)
+        more = () if is_fixed else _sites_to_promote(audited, promoted)
         if not more:
             break
         promoted = (*promoted, *more)
@@ -261,7 +261,7 @@ def _computing(audited: Audited) -> list[Site]:
     return [site for site in sites if site.facts is not None and not site.role.inserted]
 
 
-def _broken(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+def _sites_to_promote(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
     """Return the 16-bit ops with errors, and those that must be promoted with them.
 
     These are connected ops that produce or read values beyond the format's range and, where an op in float32

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
@@ -72,9 +72,11 @@ class ExportedOnnx:
         """
         if not self.outputs:
             return None
-        expected = [reference.tensors[f"output[{index}]"] for index in range(len(reference.outputs))]
-        names = [record.name for record in reference.outputs]
-        return max_difference(self.outputs, list(zip(names, expected, strict=True)))
+        expected = [
+            (record.name, reference.tensors[f"output[{index}]"])
+            for index, record in enumerate(reference.outputs)
+        ]
+        return max_difference(self.outputs, expected)
 
 
 def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str, torch.Tensor]]) -> float:
@@ -115,10 +117,10 @@ def write_onnx(
     path: Path,
     inputs: Sequence[torch.Tensor],
     *,
-    input_names: Sequence[str] | None,
+    input_names: list[str] | None,
     output_names: Sequence[str],
     metadata: OnnxMetadata,
-    axis_names: Sequence[Mapping[int, str]] | None = None,
+    axis_names: Sequence[Mapping[int, str]],
 ) -> ExportedOnnx:
     """Export a program to ONNX, check the file, count its casts, and run it.
 
@@ -141,7 +143,7 @@ def write_onnx(
     try:
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
-        _name_axes(exported, axis_names or ())
+        _name_axes(exported, axis_names)
         metadata.annotate(exported)
         write_model(exported.model, path)
         with checking(path, runtime=False):
@@ -172,7 +174,7 @@ def _reason(error: Exception) -> str:
     return _COLOUR.sub("", first_line(inner))
 
 
-def _export(program: ExportedProgram, output_names: Sequence[str], input_names: Sequence[str] | None) -> Any:
+def _export(program: ExportedProgram, output_names: list[str], input_names: list[str] | None) -> Any:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the exporter logs which ops of torchvision are missing
     try:
@@ -183,8 +185,8 @@ def _export(program: ExportedProgram, output_names: Sequence[str], input_names: 
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                input_names=list(input_names) if input_names else None,
-                output_names=list(output_names),
+                input_names=input_names,
+                output_names=output_names,
             )
     finally:
         logging.disable(before)
@@ -231,11 +233,13 @@ class OnnxMetadata:
 
     def annotate(self, exported: Any) -> None:
         """Write the metadata into the ONNX export of a program with marked nodes."""
-        origins = _origins(exported.exported_program.graph) if exported.exported_program is not None else {}
+        decomposed = exported.exported_program
+        nodes = decomposed.graph.nodes if decomposed is not None else ()
+        origins = {node.name: node.meta.get("custom", {}).get(_KEY) for node in nodes}
         for node in exported.model.graph.all_nodes():
             match = _NODE.match(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
-            origin = origins.get(match["name"]) if match is not None else None
-            if origin is not None and origin in self.nodes:
+            origin = origins.get(match["name"], "") if match is not None else ""
+            if origin in self.nodes:
                 node.metadata_props.update(_prefixed(self.nodes[origin]))
         exported.model.metadata_props.update(_prefixed(self.model))
 
@@ -251,12 +255,6 @@ def annotate_graph(model: ir.Model, report: Report, names: NodeNames) -> None:
         if entry is not None:
             node.metadata_props.update(_prefixed(_about_site(entry, codes[entry.site])))
     model.metadata_props.update(_prefixed(_about_model(report)))
-
-
-def _origins(graph: fx.Graph) -> dict[str, str]:
-    """Map each node of the decomposed program to the marked node that it comes from."""
-    marks = ((node.name, node.meta.get("custom", {}).get(_KEY)) for node in graph.nodes)
-    return {name: mark for name, mark in marks if mark is not None}
 
 
 def _prefixed(texts: Mapping[str, str]) -> dict[str, str]:
