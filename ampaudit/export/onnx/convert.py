@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ from ampaudit.core.files import check_unchanged, staged_directory
 from ampaudit.core.session import Progress, Session
 from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.manifest import Manifest, conversion_of, manifest_of, write_manifest
+from ampaudit.export.manifest import conversion_of, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.outputs import (
     Original,
@@ -57,17 +57,15 @@ class _Written(NamedTuple):
 
     Attributes:
         casts: Number of casts between float formats.
-        wide: Names of nodes that stay in float32.
-        lowered: Names of values that are stored in 16 bits.
         stored: Number of stored tensors by dtype.
         sizes: Size of the weights before and after, in bytes.
+        notes: Notes for the user.
     """
 
     casts: int
-    wide: tuple[str, ...]
-    lowered: frozenset[str]
     stored: dict[str, int]
     sizes: tuple[int, int]
+    notes: tuple[str, ...]
 
 
 def convert_onnx(
@@ -82,18 +80,28 @@ def convert_onnx(
         AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
     _refuse_options(config)
-    plan, wishes = _passing_plan(source, config, session, PlanWishes())
+    plan = _passing_plan(source, config, session, PlanWishes())
     report = plan.audited.report
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        plan, file, outputs, faults = _write_until_accurate(
-            plan, wishes, source, stage / ONNX, config, session
+        plan, file, outputs, faults = _write_until_accurate(plan, source, stage / ONNX, config, session)
+        traced, report = plan.audited.audit.converted.traced, plan.audited.report
+        (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
+        (stage / REPORT).write_text(to_json(report), "utf-8")
+        manifest = manifest_of(
+            config.changed(policy=plan.audited.rules, masters=False),
+            WeightFiles(),
+            kind="model",
+            source=source.location,
+            source_sha256=source.sha256,
+            seed=config.seed,
+            clip=None,
+            notes=(*traced.notes, *file.notes, *faults),
+            outputs=outputs,
         )
-        notes = [*_notes(plan, file), *faults]
-        manifest = _with_records(stage, source, plan, config, notes, outputs)
+        manifest = write_manifest(stage, manifest)
         check_unchanged(source.files)
-    report = plan.audited.report
     return report, replace(
         conversion_of(manifest, directory),
         verdict=report.verdict,
@@ -108,14 +116,14 @@ def convert_onnx(
 
 def _passing_plan(
     source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes
-) -> tuple[OnnxPlan, PlanWishes]:
+) -> OnnxPlan:
     """Plan with more and more float32 before choices, until the audit finds no choice that changes."""
     while True:
         plan = plan_onnx(source, config, session, wishes)
         flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
         more = _more_before_choices(wishes)
         if not plan.audited.report.exit_code or not flips or more is None or config.names_policy:
-            return plan, wishes
+            return plan
         wishes = more
 
 
@@ -126,12 +134,7 @@ def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
 
 
 def _write_until_accurate(
-    plan: OnnxPlan,
-    wishes: PlanWishes,
-    source: ModelSource,
-    path: Path,
-    config: ConvertConfig,
-    session: Session,
+    plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig, session: Session
 ) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
     """Write the file and run it; repeat this with more in float32 while that may fix its faults.
 
@@ -150,10 +153,10 @@ def _write_until_accurate(
     ]
     while True:
         file, outputs, faults = _write_and_run(plan, path, originals, others, config, session.on_progress)
-        more = _next_wishes(wishes, plan, outputs, faults, config)
-        if more is None:
+        wishes = _next_wishes(plan, outputs, faults, config)
+        if wishes is None:
             break
-        next_plan, wishes = _passing_plan(source, config, session, more)
+        next_plan = _passing_plan(source, config, session, wishes)
         if next_plan.audited.report.exit_code:
             break  # keep the written file, and report its faults
         plan = next_plan
@@ -172,13 +175,10 @@ class _Fault(NamedTuple):
 
 
 def _next_wishes(
-    wishes: PlanWishes,
-    plan: OnnxPlan,
-    outputs: tuple[OutputRecord, ...],
-    faults: Sequence[_Fault],
-    config: ConvertConfig,
+    plan: OnnxPlan, outputs: tuple[OutputRecord, ...], faults: Sequence[_Fault], config: ConvertConfig
 ) -> PlanWishes | None:
     """Return the wishes for the next plan; ``None`` if the file is right, or nothing is left to try."""
+    wishes = plan.wishes
     inaccurate = describe_inaccurate(outputs, config.min_sqnr)
     padded = any(fault.other.padded for fault in faults)
     if plan.clamped and (inaccurate or padded):  # a completely masked row may need the original mask
@@ -194,32 +194,6 @@ def _next_wishes(
     if faults and not wishes.also:
         return replace(wishes, also=tuple(fault.other.batch for fault in faults))
     return None
-
-
-def _with_records(
-    stage: Path,
-    source: ModelSource,
-    plan: OnnxPlan,
-    config: ConvertConfig,
-    notes: Sequence[str],
-    outputs: tuple[OutputRecord, ...],
-) -> Manifest:
-    """Write the decisions, the report and the manifest beside the file."""
-    traced = plan.audited.audit.converted.traced
-    (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
-    (stage / REPORT).write_text(to_json(plan.audited.report), "utf-8")
-    manifest = manifest_of(
-        config.changed(policy=plan.audited.rules, masters=False),
-        WeightFiles(),
-        kind="model",
-        source=source.location,
-        source_sha256=source.sha256,
-        seed=config.seed,
-        clip=None,
-        notes=(*traced.notes, *notes),
-        outputs=outputs,
-    )
-    return write_manifest(stage, manifest)
 
 
 def _write_and_run(
@@ -309,11 +283,12 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     rewriter.rewrite()
     annotate_graph(model, plan.audited.report, plan.names)
     write_model(model, path)
-    wide = tuple(plan.names.of(node) for node in floats if node in regions.wide and node.graph is not None)
+    wide = [plan.names.of(node) for node in floats if node in regions.wide and node.graph is not None]
     after = _weights(model)
     stored = Counter(dtype for dtype, _ in after)
     sizes = sum(size for _, size in before), sum(size for _, size in after)
-    return _Written(sum(casts_in(model).values()), wide, frozenset(rewriter.stored), dict(stored), sizes)
+    notes = tuple(_notes(plan, wide, rewriter.stored))
+    return _Written(sum(casts_in(model).values()), dict(stored), sizes, notes)
 
 
 def _weights(model: ir.Model) -> list[tuple[str, int]]:
@@ -326,15 +301,14 @@ def _weights(model: ir.Model) -> list[tuple[str, int]]:
     ]
 
 
-def _notes(plan: OnnxPlan, file: _Written) -> list[str]:
-    notes = [
-        f"{mask.value.name} is a mask: its {format_number(mask.lowest)} became a number that the format holds"
-        for mask in plan.clamped
-        if str(mask.value.name) in file.lowered
-    ]
+def _notes(plan: OnnxPlan, wide: list[str], lowered: Collection[str]) -> Iterator[str]:
+    """Describe a file: its nodes in float32, and the values that are stored in 16 bits."""
+    for mask in plan.clamped:
+        if str(mask.value.name) in lowered:
+            lowest = format_number(mask.lowest)
+            yield f"{mask.value.name} is a mask: its {lowest} became a number that the format holds"
     if plan.opset is not None:
-        notes.append(f"the operator set was raised to version {plan.opset}, which has more 16-bit operators")
-    if file.wide:
-        names = ", ".join(file.wide[:3]) + (" ..." if len(file.wide) > 3 else "")
-        notes.append(f"{plural(len(file.wide), 'node')} in float32: {names}")
-    return notes
+        yield f"the operator set was raised to version {plan.opset}, which has more 16-bit operators"
+    if wide:
+        names = ", ".join(wide[:3]) + (" ..." if len(wide) > 3 else "")
+        yield f"{plural(len(wide), 'node')} in float32: {names}"

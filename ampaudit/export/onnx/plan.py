@@ -172,6 +172,7 @@ class OnnxPlan:
         audited: Audit that made the decisions.
         clamped: Clamped masks.
         names: Names of the nodes in the audit.
+        wishes: Requirements that it meets.
         chooses: Whether nodes choose by float32 numbers.
         opset: Version to which the operator set was raised; ``None`` if it was not raised.
     """
@@ -180,6 +181,7 @@ class OnnxPlan:
     audited: Audited
     clamped: list[ClampedMask]
     names: NodeNames
+    wishes: PlanWishes
     chooses: bool
     opset: int | None = None
 
@@ -237,7 +239,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
         rules = _with_rule(rules, "others", Match(site=_escaped(wide)), _WHY_OTHERS) if wide else rules
     audited, _ = _audit_until_unbroken(prepared, rules, settings, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
-    return OnnxPlan(file, audited, clamped, model.names, chooses, raised)
+    return OnnxPlan(file, audited, clamped, model.names, wishes, chooses, raised)
 
 
 def _audit_until_unbroken(
