@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ampaudit.core.sites import globs_of
-from ampaudit.policy import Decision, RuleSet
+from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Reason
 from ampaudit.trace.graph import Site, TracedModel
 from ampaudit.trace.values import dtype_name
@@ -31,21 +31,24 @@ def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
         rules: Policy of the plan.
         model: Name of the model, for the title.
     """
-    sites = [site for site in traced.sites if site.facts is not None]
     groups: dict[Key, list[Site]] = defaultdict(list)
-    for site in sites:
+    for site in traced.sites:
         if _is_ours(site, rules):
-            groups[_key(site.decision)].append(site)
-    ids = [site.id for site in sites]
+            decision = site.decision
+            key = decision.rule or "default", decision.cast.value, decision.arguments, decision.clamp
+            groups[key].append(site)
+    ids = [site.id for site in traced.sites if site.facts is not None]
     form = dtype_name(traced.dtype)
-    file = rules.file
+    file, scale = rules.file, rules.file.loss_scale
     data = {
         "name": f"{rules.name[:59]}-plan",
         "title": f"the decisions of {rules.name} about {model}, {form}"[:2000],
         "level": file.level,
         "autocast": file.autocast,
         "weights": file.weights.model_dump(mode="json", exclude_defaults=True),
-        "loss_scale": _plain(file.loss_scale),
+        "loss_scale": scale
+        if isinstance(scale, str)
+        else scale.model_dump(mode="json", exclude_defaults=True),
         "defaults": file.defaults.model_dump(mode="json"),
         "rules": _rules(groups, ids, form),
     }
@@ -60,10 +63,6 @@ def _is_ours(site: Site, rules: RuleSet) -> bool:
     if site.decision.rule is None:
         return site.facts.op in rules.op_names and site.decision.reason == "default"
     return True
-
-
-def _key(decision: Decision) -> Key:
-    return decision.rule or "default", decision.cast.value, decision.arguments, decision.clamp
 
 
 def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list[dict[str, Any]]:
@@ -88,7 +87,3 @@ def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list
         }
         entries.append({name: value for name, value in entry.items() if value not in ({}, None)})
     return entries
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str) else value.model_dump(mode="json", exclude_defaults=True)
