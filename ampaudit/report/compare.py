@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from annotated_types import Ge
 
@@ -50,8 +50,7 @@ def differences(old: Document, new: Document, config: DiffConfig) -> Differences
         raise InputError(
             f"the two files have no policy in common: {names}", hint="scan under the same policy"
         )
-    bits, decibels = config.bits, config.decibels
-    return Differences(1, bits, decibels, tuple(_difference(a, b, bits, decibels) for a, b in pairs))
+    return Differences(1, config.bits, config.decibels, tuple(_difference(*pair, config) for pair in pairs))
 
 
 def _by_policy(document: Document) -> dict[str, Report]:
@@ -64,7 +63,7 @@ def _by_policy(document: Document) -> dict[str, Report]:
     )
 
 
-def _difference(old: Report, new: Report, bits: float, decibels: float) -> Difference:
+def _difference(old: Report, new: Report, config: DiffConfig) -> Difference:
     before = {site.site: site for site in old.sites}
     after = {site.site: site for site in new.sites}
     both = [(before[name], site) for name, site in after.items() if name in before]
@@ -75,11 +74,11 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
             hint="compare two reports of one model",
         )
     repaired = _repaired(old, new)
-    by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
+    by_site = [list(_site(a, b, config, b.site not in repaired)) for a, b in both]
     changes = [
         *_findings(old, new),
         *(c for site_changes in by_site for c in site_changes),
-        *_outputs(old, new, decibels, repaired),
+        *_outputs(old, new, config, repaired),
     ]
     order: dict[str, int] = {name: index for index, name in enumerate(after)}
     return Difference(
@@ -111,7 +110,7 @@ def _notes(old: Report, new: Report) -> Iterator[str]:
 
 
 def _findings(old: Report, new: Report) -> Iterator[SiteChange]:
-    before, after = _active(old), _active(new)
+    before, after = ({(f.code, f.site): f for f in report.active} for report in (old, new))
     for key, finding in after.items():
         was = before.get(key)
         title = f"{finding.severity.value} {finding.code}"
@@ -131,48 +130,27 @@ def _findings(old: Report, new: Report) -> Iterator[SiteChange]:
             )
 
 
-def _active(report: Report) -> dict[tuple[str, str], Finding]:
-    return {(f.code, f.site): f for f in report.active}
-
-
 def _about(finding: Finding, way: Direction, what: str) -> SiteChange:
     return SiteChange(way, finding.layer, finding.site, what)
 
 
-def _site(
-    old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool
-) -> Iterator[SiteChange]:
-    def change(
-        way: Direction, what: str, first: float | None = None, second: float | None = None
-    ) -> SiteChange:
-        return SiteChange(way, new.layer, new.site, what, first, second)
-
+def _site(old: SiteReport, new: SiteReport, config: DiffConfig, sound: bool) -> Iterator[SiteChange]:
+    layer, site = new.layer, new.site
     if old.precision != new.precision:
-        yield change("other", f"{old.precision} became {new.precision}")
+        yield SiteChange("other", layer, site, f"{old.precision} became {new.precision}")
     if (old.verdict == "proved") != (new.verdict == "proved") and None not in (old.bound, new.bound):
         way: Direction = "better" if new.verdict == "proved" else "worse"
-        yield change(way, f"{old.verdict} became {new.verdict}")
+        yield SiteChange(way, layer, site, f"{old.verdict} became {new.verdict}")
     was, now = old.forward, new.forward
     comparable = old.precision == new.precision and not new.by_design and sound
     if was is not None and now is not None and comparable:
-        first, second = was.headroom_bits, now.headroom_bits
-        if (way_ := _moved(first, second, bits)) is not None:
-            peaks = f"peak {format_number(was.peak)} became {format_number(now.peak)}"
-            yield change(
-                way_,
-                f"headroom {_said(first, 'bits')} became {_said(second, 'bits')}; {peaks}",
-                first,
-                second,
-            )
-        if (way_ := _moved(was.sqnr_db, now.sqnr_db, decibels)) is not None:
-            text = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(now.sqnr_db, 'dB')}"
-            yield change(way_, text, was.sqnr_db, now.sqnr_db)
+        peaks = f"; peak {format_number(was.peak)} became {format_number(now.peak)}"
+        yield from _moved(layer, site, "headroom", was.headroom_bits, now.headroom_bits, config, peaks)
+        yield from _moved(layer, site, "accuracy", was.sqnr_db, now.sqnr_db, config)
     before, after = old.gradient, new.gradient
     if before is not None and after is not None and before.precision == after.precision != "float32":
-        first, second = before.headroom_bits, after.headroom_bits
-        if (way_ := _moved(first, second, bits)) is not None:
-            text = f"headroom of its gradient {_said(first, 'bits')} became {_said(second, 'bits')}"
-            yield change(way_, text, first, second)
+        what = "headroom of its gradient"
+        yield from _moved(layer, site, what, before.headroom_bits, after.headroom_bits, config)
 
 
 def _repaired(old: Report, new: Report) -> set[str]:
@@ -192,19 +170,26 @@ def _repaired(old: Report, new: Report) -> set[str]:
     return sites
 
 
-def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:
-    """Return whether a number changed; ``None`` counts as infinite headroom or accuracy."""
+def _moved(
+    layer: str,
+    site: str,
+    what: str,
+    old: float | None,
+    new: float | None,
+    config: DiffConfig,
+    more: str = "",
+) -> Iterator[SiteChange]:
+    """Yield the change of an accuracy or a headroom, unless it is small; ``None`` counts as infinite."""
+    unit, slack = ("dB", config.decibels) if what == "accuracy" else ("bits", config.bits)
     first, second = (math.inf if value is None else value for value in (old, new))
     if first == second or abs(second - first) < slack:
-        return None
-    return "worse" if second < first else "better"
+        return
+    was, now = ("unlimited" if value is None else f"{value:.1f} {unit}" for value in (old, new))
+    way: Direction = "worse" if second < first else "better"
+    yield SiteChange(way, layer, site, f"{what} {was} became {now}{more}", old, new)
 
 
-def _said(value: float | None, unit: str) -> str:
-    return "unlimited" if value is None else f"{value:.1f} {unit}"
-
-
-def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> Iterable[SiteChange]:
+def _outputs(old: Report, new: Report, config: DiffConfig, repaired: set[str]) -> Iterator[SiteChange]:
     before = {output.name: output for output in old.outputs}
     broken, fixed = ({o.name for o in report.broken_outputs} for report in (new, old))
     for output in new.outputs:
@@ -214,11 +199,8 @@ def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> I
                 worse = output.name in broken
                 text = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
                 yield SiteChange("worse" if worse else "better", "", output.name, text)
-            continue
-        way = None if output.site in repaired else _moved(was.sqnr_db, output.sqnr_db, decibels)
-        if way is not None:
-            text = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
-            yield SiteChange(way, "", output.name, text, was.sqnr_db, output.sqnr_db)
+        elif output.site not in repaired:
+            yield from _moved("", output.name, "accuracy", was.sqnr_db, output.sqnr_db, config)
 
 
 @with_options(DiffConfig)
