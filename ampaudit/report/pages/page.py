@@ -171,11 +171,9 @@ def parse_page(text: str) -> Page:
         raise ValueError(
             f"{title}: its second line is a severity of {get_args(Level)} and a kind of {get_args(Kind)}"
         )
-    bad, good = (Example(fence.content, _options(fence.info)) for fence in fences)
+    bad, good = (
+        # options follow the language: ``python policy=half dtype=bfloat16``
+        Example(fence.content, dict(word.split("=", 1) for word in fence.info.split()[1:]))
+        for fence in fences
+    )
     return Page(code, words, cast(Level, severity), cast(Kind, kind), text, bad, good)
-
-
-def _options(info: str) -> dict[str, str]:
-    """Parse the options of a code fence, such as ``python policy=half dtype=bfloat16``."""
-    pairs = (word.partition("=") for word in info.split()[1:])
-    return {name: value for name, _, value in pairs}
