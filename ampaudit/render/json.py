@@ -10,9 +10,8 @@ from pydantic_core import PydanticSerializationError
 
 from ampaudit.core.text import escape_json
 from ampaudit.report.documents import DOCUMENTS
-from ampaudit.report.model import Report
 
-__all__ = ["from_json", "json_schema", "report_schema_text", "to_json"]
+__all__ = ["json_schema", "report_schema_text", "to_json"]
 
 
 def to_json(value: Any) -> str:
@@ -22,11 +21,6 @@ def to_json(value: Any) -> str:
         return escape_json(adapter.dump_json(value, indent=1).decode()) + "\n"
     except PydanticSerializationError:  # a lone surrogate in a name: not UTF-8, but JSON can escape it
         return json.dumps(adapter.dump_python(value, mode="json"), indent=1) + "\n"
-
-
-def from_json(text: str) -> Report:
-    """Parse a report written by ``to_json``."""
-    return TypeAdapter(Report).validate_json(text)
 
 
 def json_schema(kind: str = "scan") -> dict[str, Any]:
