@@ -24,19 +24,10 @@ __all__ = ["FoldedGraph", "fold_casts", "folded_weights", "planned_dtypes"]
 
 @dataclass(frozen=True, slots=True)
 class FoldedGraph:
-    """A graph with the stored dtype of each of its weights.
+    """A graph with the stored dtype of each of its weights."""
 
-    Attributes:
-        graph: Graph with the placeholders of the traced model, in the same order.
-        placeholders: Placeholders with the dtypes of their values.
-        casts: Number of weight casts left in the graph.
-        folded: Number of weight casts folded into the stored weights.
-    """
-
-    graph: fx.Graph
-    placeholders: tuple[Placeholder, ...]
-    casts: int
-    folded: int
+    graph: fx.Graph  # with the placeholders of the traced model, in the same order
+    placeholders: tuple[Placeholder, ...]  # with the dtypes of their values
 
 
 def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
@@ -60,14 +51,15 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
         stored = _stored_dtypes(converted)
     else:
         _cast_masters(graph, converted, nodes)
-    folded = _fold(graph, nodes, stored)
+    for name, dtype in stored.items():
+        if nodes[name].meta["val"].dtype != dtype:  # otherwise, the trace depends on this dtype
+            _fold(graph, nodes[name], dtype)
     graph.lint()
     placeholders = tuple(
         p if p.slot is Slot.INPUT else replace(p, dtype=stored.get(p.node, traced.tensors[p.node].dtype))
         for p in traced.placeholders
     )
-    casts = sum(site.role is Role.WEIGHT_CAST for site in traced.sites) - folded
-    return FoldedGraph(graph, placeholders, casts, folded)
+    return FoldedGraph(graph, placeholders)
 
 
 def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
@@ -110,19 +102,12 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(mutated_arguments(node.target))
 
 
-def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dtype]) -> int:
-    """Remove the casts of stored weights from a graph, and count them."""
-    count = 0
-    for name, dtype in stored.items():
-        node = nodes[name]
-        if node.meta["val"].dtype == dtype:
-            continue  # the trace depends on this dtype
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
-            graph.erase_node(user)
-            count += 1
-        node.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
-    return count
+def _fold(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+    """Remove the casts of a stored weight from a graph."""
+    for user in list(node.users):
+        user.replace_all_uses_with(node)
+        graph.erase_node(user)
+    node.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
 
 
 def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
