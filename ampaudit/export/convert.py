@@ -339,17 +339,11 @@ def _map_written(
 
 @dataclass(frozen=True, slots=True)
 class Rescaling:
-    """The changes of ``--rescale``.
+    """The changes of ``--rescale``."""
 
-    Attributes:
-        powers: Exponents of two, by every name of each weight.
-        attributes: Changed numbers of modules.
-        notes: Notes on the changes, or the reasons for none.
-    """
-
-    powers: Mapping[str, int]
-    attributes: tuple[AttributeChange, ...]
-    notes: tuple[str, ...]
+    powers: Mapping[str, int]  # exponents of two, by every name of each weight
+    attributes: tuple[AttributeChange, ...]  # changed numbers of modules
+    notes: tuple[str, ...]  # on the changes, or the reasons for none
 
     def of(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         """Return a checkpoint of original weights with the changes applied."""

@@ -42,17 +42,11 @@ _FORM = "write INPUT=DIM,DIM: a name for each dimension that may vary, _ for a f
 
 @dataclass(frozen=True, slots=True)
 class DynamicShapes:
-    """Names of the dimensions of a batch's tensors; dimensions with one name have one size.
+    """Names of the dimensions of a batch's tensors; dimensions with one name have one size."""
 
-    Attributes:
-        inputs: Names of the tensors.
-        axes: Name of each dimension of each tensor, or its size if it is fixed.
-        ranges: Minimum and maximum size by dimension, where the user set them.
-    """
-
-    inputs: tuple[str, ...]
-    axes: tuple[tuple[str | int, ...], ...]
-    ranges: Mapping[str, tuple[int, int | None]]
+    inputs: tuple[str, ...]  # names of the tensors
+    axes: tuple[tuple[str | int, ...], ...]  # name of each dimension of each tensor, or its fixed size
+    ranges: Mapping[str, tuple[int, int | None]]  # minimum and maximum by dimension, where the user set them
 
     @classmethod
     def read(cls, texts: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:

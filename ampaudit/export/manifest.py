@@ -59,48 +59,27 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a converted directory.
-
-    Attributes:
-        self_sha256: Digest of this file with this field empty, which detects corruption.
-        tool: Name and version of the tool.
-        kind: ``model``, traced and run; or ``weights``, a checkpoint alone.
-        source: Location of the original.
-        source_sha256: Digest of the file or configuration that the model was built from.
-        mode: Whether casts are folded into the weights, or left in the graph over FP32 masters.
-        policy: Name of the policy.
-        dtype: 16-bit format.
-        seed: Seed of the random numbers.
-        versions: Versions of Python, torch and others that can change a result.
-        masters: Whether masters of rounded weights are stored.
-        clip: Limits that the policy clips weights to before rounding.
-        files: Records of all other files, by path in the directory.
-        tensors: Records of the checkpoint's tensors, by name.
-        inputs_sha256: Digest of the recorded inputs; null without a run.
-        outputs: Outputs that the program computed from them.
-        notes: Notes for users of the directory.
-        shapes: Input shapes of the program; absent without one, and in older directories.
-    """
+    """The manifest of a converted directory."""
 
     schema: Literal[1]
-    self_sha256: str
-    tool: dict[str, str]
-    kind: Literal["model", "weights"]
-    source: str
-    source_sha256: str | None
-    mode: Literal["inference", "train"]
+    self_sha256: str  # of this file with this field empty, which detects corruption
+    tool: dict[str, str]  # name and version
+    kind: Literal["model", "weights"]  # traced and run; or a checkpoint alone
+    source: str  # location of the original
+    source_sha256: str | None  # of the file or configuration that the model was built from
+    mode: Literal["inference", "train"]  # casts folded into the weights, or in the graph over FP32 masters
     policy: str
-    dtype: str
+    dtype: str  # the 16-bit format
     seed: int
-    versions: dict[str, str]
-    masters: bool
-    clip: Constants | None
-    files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]
+    versions: dict[str, str]  # of Python, torch and others that can change a result
+    masters: bool  # whether masters of rounded weights are stored
+    clip: Constants | None  # limits that the policy clips weights to before rounding
+    files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]  # all others, by path
     tensors: dict[str, StoredTensor]
-    inputs_sha256: str | None
-    outputs: tuple[OutputRecord, ...]
+    inputs_sha256: str | None  # of the recorded inputs; null without a run
+    outputs: tuple[OutputRecord, ...]  # that the program computed from them
     notes: tuple[str, ...]
-    shapes: ProgramShapes | None = None
+    shapes: ProgramShapes | None = None  # absent without a program, and in older directories
 
     @property
     def weight_files(self) -> set[str]:

@@ -39,28 +39,16 @@ CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a converted checkpoint.
-
-    Attributes:
-        file: File that contains it.
-        dtype: Its safetensors type.
-        shape: Its shape.
-        crc32: CRC-32 of its bytes.
-        reason: Reason for its type.
-        parameter: Name in the model, if the model is known.
-        master: File with its unrounded master; ``None`` if it was not rounded, or has no master.
-        master_dtype: Type before rounding, also without a master; ``None`` if it was not rounded.
-        master_crc32: CRC-32 of the master's bytes.
-    """
+    """One tensor of a converted checkpoint, with its safetensors type and the reason for that."""
 
     file: str
     dtype: TypeName
     shape: Shape
-    crc32: int
+    crc32: int  # of its bytes
     reason: str
-    parameter: str | None = None
-    master: str | None = None
-    master_dtype: TypeName | None = None
+    parameter: str | None = None  # name in the model, if the model is known
+    master: str | None = None  # file with the unrounded values, if they differ and masters are kept
+    master_dtype: TypeName | None = None  # before rounding, even without a master
     master_crc32: int | None = None
 
     @property
@@ -71,17 +59,11 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class TensorStats:
-    """Statistics of rounding one tensor to a format, collected piece by piece while it is copied.
+    """Statistics of rounding one tensor to a format, collected piece by piece while it is copied."""
 
-    Attributes:
-        peak: Largest finite magnitude.
-        overflow: Number of finite values that would become infinite.
-        broken: Number of values that are already NaN or infinite.
-    """
-
-    peak: float = 0.0
-    overflow: int = 0
-    broken: int = 0
+    peak: float = 0.0  # largest finite magnitude
+    overflow: int = 0  # number of finite values that would become infinite
+    broken: int = 0  # number of values that are already NaN or infinite
 
     def add(self, piece: torch.Tensor, form: NumberFormat) -> None:
         """Measure a piece; elements are counted only if its extremes require it."""
@@ -101,17 +83,11 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a converted checkpoint.
+    """The files of a converted checkpoint by name, and its tensors."""
 
-    Attributes:
-        files: Digest and size of each file.
-        tensors: Record of each tensor.
-        stats: Rounding statistics of each measured tensor.
-    """
-
-    files: dict[str, tuple[str, int]] = field(default_factory=dict)
+    files: dict[str, tuple[str, int]] = field(default_factory=dict)  # digest and size
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    stats: dict[str, TensorStats] = field(default_factory=dict)
+    stats: dict[str, TensorStats] = field(default_factory=dict)  # of measured tensors
 
 
 def write_weights(
@@ -262,17 +238,11 @@ def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles)
 
 @dataclass(frozen=True, slots=True)
 class StorageDecision:
-    """The decision about one tensor.
-
-    Attributes:
-        dtype: Stored safetensors type.
-        reason: Short reason.
-        parameter: Name in the model, if the model is known.
-    """
+    """The decision about the stored safetensors type of one tensor."""
 
     dtype: str
     reason: str
-    parameter: str | None = None
+    parameter: str | None = None  # name in the model, if the model is known
 
 
 def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:

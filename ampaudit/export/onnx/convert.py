@@ -53,18 +53,11 @@ _STEPS = (8, 64)  # numbers of nodes before a choice that stay in float32 if too
 
 
 class _Written(NamedTuple):
-    """Summary of a written file.
+    """Summary of a written file."""
 
-    Attributes:
-        casts: Number of casts between float formats.
-        stored: Number of stored tensors by dtype.
-        sizes: Size of the weights before and after, in bytes.
-        notes: Notes for the user.
-    """
-
-    casts: int
-    stored: dict[str, int]
-    sizes: tuple[int, int]
+    casts: int  # between float formats
+    stored: dict[str, int]  # number of stored tensors by dtype
+    sizes: tuple[int, int]  # bytes of the weights before and after
     notes: tuple[str, ...]
 
 

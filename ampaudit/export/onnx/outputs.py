@@ -337,17 +337,11 @@ def _at_rows(
 
 
 class OtherBatch(NamedTuple):
-    """A variation of a batch.
+    """A variation of a batch."""
 
-    Attributes:
-        what: Description of the variation.
-        batch: The varied batch.
-        padded: Whether its masks differ.
-    """
-
-    what: str
+    what: str  # description of the variation
     batch: Batch
-    padded: bool = False
+    padded: bool = False  # whether its masks differ
 
 
 def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:

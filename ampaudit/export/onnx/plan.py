@@ -73,17 +73,11 @@ _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceM
 
 @dataclass(frozen=True, slots=True)
 class ClampedMask:
-    """A mask that was clamped to the format.
-
-    Attributes:
-        value: Value in the graph.
-        lowest: Minimum of the original mask.
-        restore: Function that restores the original mask.
-    """
+    """A mask that was clamped to the format."""
 
     value: ir.Value
-    lowest: float
-    restore: Callable[[], None]
+    lowest: float  # minimum of the original mask
+    restore: Callable[[], None]  # puts the original mask back
 
 
 def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
@@ -165,43 +159,25 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxPlan:
-    """The decisions about a model.
+    """The decisions about a model."""
 
-    Attributes:
-        file: Copy of the model with clamped masks.
-        audited: Audit that made the decisions.
-        clamped: Clamped masks.
-        names: Names of the nodes in the audit.
-        wishes: Requirements that it meets.
-        chooses: Whether nodes choose by float32 numbers.
-        opset: Version to which the operator set was raised; ``None`` if it was not raised.
-    """
-
-    file: OnnxFile
-    audited: Audited
+    file: OnnxFile  # copy of the model with clamped masks
+    audited: Audited  # audit that made the decisions
     clamped: list[ClampedMask]
-    names: NodeNames
+    names: NodeNames  # of the nodes in the audit
     wishes: PlanWishes
-    chooses: bool
-    opset: int | None = None
+    chooses: bool  # whether nodes choose by float32 numbers
+    opset: int | None = None  # version to which the operator set was raised
 
 
 @dataclass(frozen=True, slots=True)
 class PlanWishes:
-    """Requirements on a plan, besides a run without errors on the given inputs.
+    """Requirements on a plan, besides a run without errors on the given inputs."""
 
-    Attributes:
-        clamp: Whether to clamp masks that the format cannot represent; otherwise their readers stay in
-            float32.
-        accuracy: Required accuracy of every output in dB, if any.
-        before_choices: Number of nodes before a choice that stay in float32.
-        also: Further batches on which the model must run without errors.
-    """
-
-    clamp: bool = True
-    accuracy: float | None = None
-    before_choices: int = 0
-    also: tuple[Batch, ...] = ()
+    clamp: bool = True  # masks that the format cannot represent; otherwise their readers stay in float32
+    accuracy: float | None = None  # of every output in dB
+    before_choices: int = 0  # number of nodes before a choice that stay in float32
+    also: tuple[Batch, ...] = ()  # further batches on which the model must run without errors
 
 
 def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes) -> OnnxPlan:

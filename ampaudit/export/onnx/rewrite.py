@@ -41,15 +41,10 @@ Use = tuple["ir.Node", int]
 
 @dataclass(slots=True)
 class Regions:
-    """The chosen types.
+    """The chosen types."""
 
-    Attributes:
-        types: Types of every node's inputs and outputs.
-        wide: Nodes that work in float32.
-    """
-
-    types: dict[ir.Node, NodeTypes] = field(default_factory=dict)
-    wide: set[ir.Node] = field(default_factory=set)
+    types: dict[ir.Node, NodeTypes] = field(default_factory=dict)  # of every node's inputs and outputs
+    wide: set[ir.Node] = field(default_factory=set)  # nodes that work in float32
 
     def is_low(self, node: ir.Node) -> bool:
         """Return whether a node works in 16 bits."""
@@ -165,23 +160,14 @@ class _Network:
 
 @dataclass(slots=True)
 class Rewriter:
-    """Rewrites a model in place.
+    """Rewrites a model in place."""
 
-    Attributes:
-        model: Model with the type of every value.
-        regions: Types of its nodes.
-        low: The 16-bit format.
-        tensor_of: Function that reads a stored tensor.
-        low_io: Whether the graph takes and returns 16-bit values.
-        stored: Names of the values that are stored in 16 bits.
-    """
-
-    model: ir.Model
+    model: ir.Model  # with the type of every value
     regions: Regions
-    low: ir.DataType
+    low: ir.DataType  # the 16-bit format
     tensor_of: TensorOf
-    low_io: bool = False
-    stored: set[str] = field(default_factory=set)
+    low_io: bool  # whether the graph takes and returns 16-bit values
+    stored: set[str] = field(default_factory=set)  # names of the values that are stored in 16 bits
     _names: set[str] = field(default_factory=set)
 
     def rewrite(self) -> None:

@@ -52,17 +52,11 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ExportedOnnx:
-    """A written ``model.onnx``.
+    """A written ``model.onnx``."""
 
-    Attributes:
-        casts: Number of casts between float formats in the file.
-        outputs: Outputs of ONNX Runtime without optimizations; empty if it cannot run the file.
-        note: Reason why it cannot run the file, if so.
-    """
-
-    casts: int
-    outputs: tuple[torch.Tensor, ...]
-    note: str
+    casts: int  # between float formats in the file
+    outputs: tuple[torch.Tensor, ...]  # of ONNX Runtime without optimizations; empty if it cannot run it
+    note: str  # why it cannot run the file; empty if it can
 
     def max_error(self, reference: ReferenceOutputs) -> float | None:
         """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime cannot run the file.

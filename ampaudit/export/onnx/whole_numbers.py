@@ -39,23 +39,14 @@ _SIZING = {"OneHot", "Range", "Resize", "Upsample"}  # read sizes or scales
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Properties of the elements of a tensor.
+    """Properties of the elements of a tensor."""
 
-    Attributes:
-        peak: Bound on their magnitudes.
-        whole: Whether they are integers.
-        counted: Whether they were computed from variable integers, or accumulated, like phases.
-        grows: Whether they grow with the length of an input.
-        varies: Whether they were computed from floating-point inputs or weights.
-        plain: Whether they are original integers, rounded at most once.
-    """
-
-    peak: float = math.inf
-    whole: bool = False
-    counted: bool = False
-    grows: bool = False
-    varies: bool = False
-    plain: bool = False
+    peak: float = math.inf  # bound on their magnitudes
+    whole: bool = False  # they are integers
+    counted: bool = False  # they were computed from variable integers, or accumulated, like phases
+    grows: bool = False  # they grow with the length of an input
+    varies: bool = False  # they were computed from floating-point inputs or weights
+    plain: bool = False  # they are original integers, rounded at most once
 
     def fits(self, form: NumberFormat) -> bool:
         """Return whether a format represents each of them exactly and distinctly."""
@@ -83,16 +74,11 @@ def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf)
 
 
 class _Numbers:
-    """Propagates properties of numbers through a graph.
-
-    Attributes:
-        needed: Values that must be exact.
-        nodes: Nodes that need them.
-    """
+    """Propagates properties of numbers through a graph."""
 
     def __init__(self, form: NumberFormat, tensor_of: TensorOf) -> None:
-        self.needed: list[ir.Value] = []
-        self.nodes: set[ir.Node] = set()
+        self.needed: list[ir.Value] = []  # values that must be exact
+        self.nodes: set[ir.Node] = set()  # nodes that need them
         self._form = form
         self._tensor_of = tensor_of
         self._known: dict[ir.Value, _Number] = {}
