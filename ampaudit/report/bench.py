@@ -21,8 +21,6 @@ class Memory:
     Attributes:
         weights: Parameters and buffers in their stored dtype.
         masters: FP32 parameters behind 16-bit working copies.
-        gradients: Gradients of parameters.
-        optimizer: State of the optimizer.
         activations: Everything else: activations, casts of weights, temporaries and the batch.
     """
 
@@ -71,8 +69,6 @@ class BenchRow:
     Attributes:
         mode: ``fp32``, ``tf32``, ``autocast``, ``half``, ``bf16``, ``converted`` or ``converted+compile``.
         how: Description of what was run.
-        batch_size: Number of samples in a batch.
-        status: Whether it ran.
         note: Reason why it did not run, or a remark.
         seconds: Median time of a step: a forward pass, or with training forward, backward and update.
         least: Time of the shortest step in seconds.

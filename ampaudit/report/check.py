@@ -29,7 +29,6 @@ class KnownFinding:
     """A finding or a gap; of several with one code at one site, the worst numbers.
 
     Attributes:
-        code: Code of the check.
         site: Name of the site; for a gap, of the op.
         severity: Gravest severity.
         headroom_bits: log2(limit / peak), if the finding has it.
@@ -64,11 +63,8 @@ class KnownTarget:
 
     Attributes:
         target: Path relative to the directory of the baseline, or an import path.
-        policy: Name of the policy.
-        dtype: The 16-bit format.
         findings: Findings that count, sorted by code and site.
         headroom: Headroom in bits of each healthy 16-bit site, sorted by name.
-        measured: The numbers that budgets limit.
     """
 
     target: str
@@ -187,7 +183,6 @@ class Breach:
         where: Site, output or file.
         what: Value and limit in words.
         severity: Severity of the finding; ``ERROR`` for a budget.
-        source: Source line, if known.
     """
 
     budget: str
@@ -232,12 +227,9 @@ class TargetResult:
         gone: Findings of the baseline that no longer occur.
         accepted: New entry of the baseline, with ``--update-baseline``.
         measured: Measurements; ``None`` if it could not be audited.
-        policy: Name of the policy.
-        dtype: Name of the 16-bit format.
         error: Error message with the next step; empty without an error.
         seconds: Wall time.
         peak_bytes: Largest sampled resident memory of the process and its children.
-        notes: Remarks for the user.
     """
 
     target: str

@@ -20,7 +20,6 @@ class SiteChange:
         way: ``worse``, ``better``, or ``other`` for neither.
         layer: Module path; empty for the whole model.
         site: Name of the op or output.
-        what: Description of the change.
         before: Number in the old report, if the change has one.
         after: Number in the new report, if the change has one.
     """
@@ -49,8 +48,6 @@ class Difference:
     """Two reports of one policy.
 
     Attributes:
-        old: Summary of the old report.
-        new: Summary of the new report.
         changes: Changes in the order of the new graph, removed sites last.
         same: Number of common sites without a change above the thresholds.
         added: Sites only in the new report.

@@ -17,20 +17,15 @@ class LintFinding:
     """One mistake in a script.
 
     Attributes:
-        code: Code of the check.
-        severity: Severity of the check.
         file: Path as passed by the user.
         line: First line, from 1; in a notebook, within the cell.
         column: First column in characters, from 1.
-        end_line: Last line.
         end_column: Column after the last character.
         cell: Number of a notebook's cell, from 1, among all cells.
         function: Dotted name of the enclosing function; empty at module level.
-        cause: Description of the mistake.
         advice: Suggested code.
         fixable: Whether ``--fix`` can fix it.
         fixable_unsafely: Whether ``--fix --unsafe-fixes`` can fix it.
-        source: Source line.
         suppressed: Reason why it does not count; ``None`` if it counts.
         file_line: Line in the JSON file of a notebook, from 1.
     """
@@ -70,8 +65,6 @@ class LintReport(Shown):
     """The findings in all linted files.
 
     Attributes:
-        schema: Version of this document.
-        tool_version: Version of ampaudit.
         fail_on: Lowest severity that fails the report.
         linted: Number of files that were read.
         findings: Findings by file and line.

@@ -23,9 +23,6 @@ class PlannedSite:
     """The planned precision of one op.
 
     Attributes:
-        site: Id of the site.
-        layer: Module path of the site.
-        op: The ATen op.
         role: Effect of the op on its input.
         precision: Dtype of its output.
         rule: Id of the rule that decided; ``None`` for the default of the policy.
@@ -82,17 +79,11 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """The memory that a scan by segment needs, if all batches have the shapes of the first.
+    """The memory that a scan by segment needs, if all batches have the shapes of the first."""
 
-    Attributes:
-        limit: Limit in bytes.
-        batches: Number of batches.
-        segments: Segments in execution order.
-    """
-
-    limit: int
+    limit: int  # in bytes
     batches: int
-    segments: tuple[PlannedSegment, ...]
+    segments: tuple[PlannedSegment, ...]  # in execution order
 
     @property
     def largest(self) -> int:

@@ -19,7 +19,6 @@ class StepRecord:
     Attributes:
         step: Number of the step, from 0.
         loss: Unscaled loss; null if it is not finite or not recorded.
-        scale: Loss scale during the step.
         skipped: Whether the scaler skipped the optimizer's step.
         recorded: Whether the loop recorded a loss.
     """
@@ -41,8 +40,6 @@ class ParameterHealth:
     """The health of a parameter; shares are means over the watched steps.
 
     Attributes:
-        name: Name of the parameter.
-        elements: Number of its elements.
         gradient_peaks: Largest gradient magnitude of each watched step without the scale; null if not finite.
         zero: Share of gradient elements that are zero.
         flushed: Share of the others that 16 bits would flush to zero under the scale of the step.
@@ -76,7 +73,6 @@ class Health:
         dtype: The 16-bit format that it is judged by.
         every: Interval of the watched steps.
         watched: Numbers of the watched steps.
-        steps: All steps.
         parameters: Parameters in the optimizer's order.
         eps: The optimizer's eps; null if it has none.
         eps_held: eps rounded to 16 bits; 0 if it underflows.
@@ -119,8 +115,6 @@ class Variant:
 
     Attributes:
         name: ``fp32``, ``torch.amp`` or the name of the policy.
-        how: Description of the run.
-        health: Health of its loop.
         diverged: Step from which the loss stays away from FP32's; null if it does not diverge.
         final_loss: Mean loss over the last tenth of the steps; null if not finite, or not measured.
         metric: Mean of the model file's metric after training; null without one.

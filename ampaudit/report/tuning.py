@@ -45,16 +45,12 @@ class KeptOp:
     """An op that stays in float32.
 
     Attributes:
-        site: Id of the site.
-        layer: Module path of the site.
-        op: The ATen op.
         why: ``range`` if its value leaves the 16-bit range, ``accuracy`` if accuracy needs it, or
             ``decision`` if it flips one.
         text: The same in words, with a number as evidence.
         without_db: Predicted accuracy in dB with this op in 16 bits; null for one that is out of range.
         measured_without_db: Measured accuracy of the same (``--exhaustive``); null if not measured, or if
             broken.
-        source: Line of the model's code.
         broken_without: Whether an output was inf or NaN with this op in 16 bits (``--exhaustive``).
     """
 
@@ -98,7 +94,6 @@ class FrontierPoint:
         predicted_db: Predicted accuracy of the worst output; null if exact.
         measured_db: Measured accuracy; null if it was not run, or is broken.
         policy: Rule file (YAML).
-        chosen: Whether the report chooses it.
         weights: Number of weights stored in float32.
         broken: Whether it was run and left inf or NaN in an output.
     """
@@ -121,7 +116,6 @@ class TriedSet:
 
     Attributes:
         step: ``start``, ``solve``, ``shrink``, ``exhaustive`` or ``final``.
-        what: Description of the choice.
         ops: Number of ops in float32.
         predicted_db: Predicted accuracy of the worst output; null if exact.
         measured_db: Measured accuracy; null if exact, or broken.
@@ -148,7 +142,6 @@ class TuningReport(Shown):
         target_db: Required accuracy of every output; null with ``--metric-drop``.
         metric_drop: Allowed drop of the model's metric; null with ``--min-sqnr``.
         metric: Metric in FP32 and with the policy; null without one.
-        cost_kind: Minimized cost.
         reached: Whether the policy has the required accuracy.
         low_db: Accuracy with everything in 16 bits; null if exact, or broken.
         low_broken: Whether everything in 16 bits leaves inf or NaN in an output.
@@ -168,7 +161,6 @@ class TuningReport(Shown):
         tried: Choices that were run, in order.
         runs: Number of forward passes in 16 bits, and of probes.
         policy: Rule file (YAML).
-        name: Name of the policy.
         rescale: Weights to rescale by powers of two, so that fewer ops stay in float32; may be empty.
         seconds: Wall time by phase.
         broken: Whether the policy leaves inf or NaN in an output.
