@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ampaudit.checkpoint.header import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MASTER, TORCH_NAMES, TensorEntry
 from ampaudit.checkpoint.open import INDEX_SUFFIX
-from ampaudit.checkpoint.parts import Part, SafetensorsFile, WatchedPart, count_megabytes
+from ampaudit.checkpoint.parts import SafetensorsFile, WatchedPart, count_megabytes
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
@@ -71,25 +68,21 @@ def _restore_file(
     working = parts[label]
     stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
     entries = [TensorEntry(name, t.original_dtype, t.shape) for name, t in stored.items()]
-
-    for name, t in stored.items():
-        part: Part = parts[t.master] if t.master is not None else working
-        entry = part.entries.get(name)
-        if entry is None or (entry.dtype, entry.shape) != (t.original_dtype, t.shape):
-            raise _damaged(part.label, f"tensor {describe(name)!r} is not that of the manifest")
-
-    def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-        for name, t in stored.items():
-            yield name, (parts[t.master] if t.master is not None else working).pieces(name)
-
-    result = write_safetensors(path, entries, working.metadata, pieces())
+    sources = {name: parts[label if t.master is None else t.master] for name, t in stored.items()}
+    for entry in entries:
+        source = sources[entry.name].entries.get(entry.name)
+        if source is None or (source.dtype, source.shape) != (entry.dtype, entry.shape):
+            what = f"tensor {describe(entry.name)!r} is not that of the manifest"
+            raise _damaged(sources[entry.name].label, what)
+    pieces = ((name, part.pieces(name)) for name, part in sources.items())
+    result = write_safetensors(path, entries, working.metadata, pieces)
     for name, t in stored.items():
         expected = t.crc32 if t.master is None else t.master_crc32
         if result.crc32[name] != expected:
             raise _damaged(t.master or label, f"tensor {describe(name)!r} was changed after the conversion")
     tensors = {
-        name: StoredTensor(label, dtype, shape, result.crc32[name], "as it was", stored[name].parameter)
-        for name, dtype, shape in ((entry.name, entry.dtype, entry.shape) for entry in entries)
+        name: StoredTensor(label, t.original_dtype, t.shape, result.crc32[name], "as it was", t.parameter)
+        for name, t in stored.items()
     }
     return FileRecord(result.sha256, result.size), tensors
 
@@ -114,19 +107,15 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, place)
         if name == CONFIG_FILE:
-            _edit_config(place, before)
+            floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
+            dtype = "float32" if "float32" in floats or not floats else min(floats)
+            write_table(place, with_stored_dtype(read_raw_config(place.parent), dtype))
         elif name.endswith(INDEX_SUFFIX):
             table = read_table(place, WeightsError)
             metadata = table.get("metadata")
             total = {"total_size": sum(entry.size for entry in before)}
             table["metadata"] = {**metadata, **total} if isinstance(metadata, dict) else total
             write_table(place, table)
-
-
-def _edit_config(path: Path, before: Iterable[TensorEntry]) -> None:
-    floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
-    dtype = "float32" if "float32" in floats or not floats else min(floats)
-    write_table(path, with_stored_dtype(read_raw_config(path.parent), dtype))
 
 
 def _damaged(file: str, what: str) -> WeightsError:

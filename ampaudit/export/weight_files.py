@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import Progress, silent
 from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.decide import matches_any
-from ampaudit.policy.schema import Cast, Constants, KeepFp32
+from ampaudit.policy.schema import Cast, Constants
 from ampaudit.trace.converted import clipped
 from ampaudit.trace.values import torch_dtype
 
@@ -264,32 +263,22 @@ def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
             hint="convert the model, or choose --policy half",
         )
     low_dtype = type_name(torch_dtype(form), form.name)
-    scope = _scope(rules, form)
-    castable = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
-    return {
-        name: _by_rule(entry, scope, keep, low_dtype)
-        if entry.dtype in castable
-        else StorageDecision(entry.dtype, "not a floating-point type that is cast")
-        for name, entry in checkpoint.entries.items()
-    }
+    stores_low = weights.storage == "lower"
+    casts = stores_low or rules.decide(OpFacts("linear", "", form.name)).cast in (Cast.LOWER, Cast.ALLOW)
+    castable = CASTABLE_TYPES if not stores_low or weights.casts == "float32" else FLOAT_TYPES
 
+    def decide(entry: TensorEntry) -> StorageDecision:
+        if entry.dtype not in castable:
+            return StorageDecision(entry.dtype, "not a floating-point type that is cast")
+        if any(matches_any(rule.parameter, entry.name) for rule in keep):
+            return StorageDecision(entry.dtype, "the policy keeps it")
+        if not casts:
+            return StorageDecision(entry.dtype, "the policy casts no matrix product")
+        if not stores_low and len(entry.shape) < 2:
+            return StorageDecision(entry.dtype, "a vector: biases, norms and statistics stay")
+        return StorageDecision(low_dtype, "the policy stores it in 16 bits")
 
-def _scope(rules: RuleSet, form: NumberFormat) -> Literal["all", "matrices", "none"]:
-    """Return the set of weights, known only by name, that a policy casts."""
-    if rules.file.weights.storage == "lower":
-        return "all"
-    product = rules.decide(OpFacts("linear", "", form.name))
-    return "matrices" if product.cast in (Cast.LOWER, Cast.ALLOW) else "none"
-
-
-def _by_rule(entry: TensorEntry, scope: str, keep: Iterable[KeepFp32], low_dtype: str) -> StorageDecision:
-    if any(matches_any(rule.parameter, entry.name) for rule in keep):
-        return StorageDecision(entry.dtype, "the policy keeps it")
-    if scope == "none":
-        return StorageDecision(entry.dtype, "the policy casts no matrix product")
-    if scope == "matrices" and len(entry.shape) < 2:
-        return StorageDecision(entry.dtype, "a vector: biases, norms and statistics stay")
-    return StorageDecision(low_dtype, "the policy stores it in 16 bits")
+    return {name: decide(entry) for name, entry in checkpoint.entries.items()}
 
 
 def decide_as_planned(
