@@ -83,7 +83,9 @@ class ConvertConfig(PolicyConfig):
         if self.onnx:
             if not self.program:
                 raise UsageError("--onnx is made from the program", hint="leave out --no-program")
-            _check_onnx_installed()
+            missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+            if missing:
+                raise UsageError(f"--onnx needs {', '.join(missing)}", hint="pip install 'ampaudit[onnx]'")
         if self.dynamic and not self.program:
             raise UsageError("--dynamic is about the program", hint="leave out --no-program")
 
@@ -117,9 +119,3 @@ class VerifyConfig(Config):
             flags=("--tolerance",),
         ),
     ] = None
-
-
-def _check_onnx_installed() -> None:
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"--onnx needs {', '.join(missing)}", hint="pip install 'ampaudit[onnx]'")

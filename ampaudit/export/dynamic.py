@@ -309,7 +309,13 @@ def compare_shapes(
             outputs = run_program(program.module(), call, config.seed)
         except AssertionError as error:  # a guard of the program
             outputs = first_line(error)
-        _refuse_difference(outputs, expected, names, sizes)
+        if isinstance(outputs, str):
+            raise RunFailed(f"the program does not run at {_text(sizes)}: {outputs}", hint=_RANGE)
+        for name, ours, theirs in zip(names, outputs, expected, strict=True):
+            if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
+                raise RunFailed(
+                    f"the program computes another {name} at {_text(sizes)} than the model", hint=_HINT
+                )
         if onnx is not None:
             try:
                 onnx_outputs = run_onnx(onnx, flat_outputs(call))
@@ -346,18 +352,3 @@ def _expected(
 
 def _text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
-
-
-def _refuse_difference(
-    outputs: list[torch.Tensor] | str,
-    expected: list[torch.Tensor],
-    names: Sequence[str],
-    sizes: Mapping[str, int],
-) -> None:
-    if isinstance(outputs, str):
-        raise RunFailed(f"the program does not run at {_text(sizes)}: {outputs}", hint=_RANGE)
-    for name, ours, theirs in zip(names, outputs, expected, strict=True):
-        if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
-            raise RunFailed(
-                f"the program computes another {name} at {_text(sizes)} than the model", hint=_HINT
-            )

@@ -163,8 +163,12 @@ def export_program(
             f"the converted graph could not be exported: {first_line(error)}",
             hint="run again with --debug, or leave the program out with --no-program",
         ) from error
-    _drop_assertions(program.graph)
-    _copy_origins(folded.graph, program.graph)
+    for node in list(program.graph.nodes):
+        # torch's dtype checks before conversions: another policy may change the dtype
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            program.graph.erase_node(node)
+    for ours, theirs in same_nodes(folded.graph, program.graph):
+        theirs.meta |= {key: ours.meta[key] for key in ("nn_module_stack", "stack_trace") if key in ours.meta}
     return program
 
 
@@ -206,19 +210,6 @@ def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items()
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
     }
-
-
-def _drop_assertions(graph: fx.Graph) -> None:
-    """Drop torch's dtype checks before conversions, since another policy may change the dtype."""
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-
-
-def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
-    """Copy the layer and source line of each op."""
-    for ours, theirs in same_nodes(old, new):
-        theirs.meta |= {key: ours.meta[key] for key in ("nn_module_stack", "stack_trace") if key in ours.meta}
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -28,10 +28,11 @@ def write_model(model: ir.Model, path: Path) -> None:
     from onnx_ir.passes.common import TopologicalSortPass
 
     TopologicalSortPass()(model)
-    large: dict[str, ir.TensorProtocol] = {}
-    for name, value in model.graph.initializers.items():
-        if value.const_value is not None and value.const_value.nbytes > LARGE:
-            large[name] = value.const_value
+    large = {
+        name: value.const_value
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes > LARGE
+    }
     if sum(tensor.nbytes for tensor in large.values()) > _ONE_FILE:
         ir.save(model, path, external_data=f"{path.name}.data")
     else:
