@@ -112,7 +112,11 @@ def _validated(record: type[T], data: dict[str, Any], name: str, how: str) -> T:
     try:
         return TypeAdapter(record).validate_python(data, strict=False)
     except ValidationError as error:
-        raise InputError(f"{name}: {_first_fault(error)}", hint=how) from error
+        fault = error.errors(include_url=False, include_input=False)[0]
+        where = describe(".".join(str(part) for part in fault["loc"]))
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        what = f"not an ampaudit report: {where}: {describe(fault['msg'].lower())}{more}"
+        raise InputError(f"{name}: {what}", hint=how) from error
 
 
 def _text(path: Path, name: str, how: str) -> str:
@@ -129,9 +133,14 @@ def _json(text: str, name: str, how: str) -> dict[str, Any]:
         data = parse_json(text)
     except ValueError as error:
         fault = error.__cause__
-        if isinstance(fault, json.JSONDecodeError):
-            raise _not_json(text, name, how, fault) from error
-        raise InputError(f"{name}: not JSON ({first_line(error)})", hint=how) from error
+        if not isinstance(fault, json.JSONDecodeError):
+            raise InputError(f"{name}: not JSON ({first_line(error)})", hint=how) from error
+        cut = fault.pos >= len(text.rstrip()) or "Unterminated" in fault.msg
+        what = "the report is cut off" if cut and text.strip() else "not JSON"
+        raise InputError(
+            f"{name}:{fault.lineno}:{fault.colno}: {what} ({fault.msg})",
+            hint="write it again, or copy it whole" if cut else how,
+        ) from error
     if not isinstance(data, dict):
         raise InputError(f"{name}: JSON, but not an ampaudit report", hint=how)
     schema = data.get("schema", SCHEMA)
@@ -141,17 +150,3 @@ def _json(text: str, name: str, how: str) -> dict[str, Any]:
             hint="update ampaudit, or write the file again with this version",
         )
     return data
-
-
-def _not_json(text: str, name: str, how: str, fault: json.JSONDecodeError) -> InputError:
-    cut = fault.pos >= len(text.rstrip()) or "Unterminated" in fault.msg
-    what = "the report is cut off" if cut and text.strip() else "not JSON"
-    hint = "write it again, or copy it whole" if cut else how
-    return InputError(f"{name}:{fault.lineno}:{fault.colno}: {what} ({fault.msg})", hint=hint)
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False, include_input=False)[0]
-    where = describe(".".join(str(part) for part in fault["loc"]))
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not an ampaudit report: {where}: {describe(fault['msg'].lower())}{more}"
