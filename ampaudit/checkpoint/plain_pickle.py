@@ -215,10 +215,6 @@ class _Reader:
             raise RefusedPickle
         self.stack[len(self.stack) - count :] = [tuple(self.stack[len(self.stack) - count :])]
 
-    def append(self, _: Any) -> None:
-        value = self.stack.pop()
-        self.extend([value])
-
     def extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is list:
@@ -307,7 +303,7 @@ _ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     "TUPLE2": lambda reader, _: reader.tuple_of(2),
     "TUPLE3": lambda reader, _: reader.tuple_of(3),
     "EMPTY_LIST": lambda reader, _: reader.push([]),
-    "APPEND": _Reader.append,
+    "APPEND": lambda reader, _: reader.extend([reader.stack.pop()]),
     "APPENDS": lambda reader, _: reader.extend(reader.items()),
     "EMPTY_SET": lambda reader, _: reader.push(Opaque("set")),
     "ADDITEMS": lambda reader, _: reader.extend(reader.items()),
