@@ -84,6 +84,22 @@ def branches() -> torch.export.ExportedProgram:
     return torch.export.export(Branches(), (torch.randn(3, 4), torch.ones(2)))
 
 
+class Halved(nn.Module):
+    """A parameter that each call halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 8.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.5)
+        return x * self.scale
+
+
+def halved() -> torch.export.ExportedProgram:
+    return torch.export.export(Halved(), (torch.randn(3, 4),))
+
+
 def saved(program: torch.export.ExportedProgram, path: Path) -> Path:
     torch.export.save(program, path)
     return path
@@ -111,7 +127,7 @@ def compare(path: Path) -> None:
         assert ours.weights[name].requires_grad == tensor.requires_grad
 
 
-@pytest.mark.parametrize("make", [everything, branches])
+@pytest.mark.parametrize("make", [everything, branches, halved])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_program_computes_what_torch_loads(tmp_path: Path, make: Any, decomposed: bool) -> None:
     program = make()
