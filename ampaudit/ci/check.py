@@ -24,7 +24,7 @@ from ampaudit.core.text import model_file, parse_size
 from ampaudit.core.untrusted import describe_path
 from ampaudit.render.json import to_json
 from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
-from ampaudit.report.documents import read_record
+from ampaudit.report.documents import read_baseline
 
 __all__ = ["BaselineFile", "check", "check_all"]
 
@@ -104,7 +104,7 @@ class BaselineFile:
         self._baseline = Baseline()
         if path.exists() or not update:
             name = f"--baseline {describe_path(path)}"
-            self._baseline = read_record(Baseline, "baseline", path, name, _HOW)
+            self._baseline = read_baseline(path, name, _HOW)
 
     def entries(self, target: str) -> tuple[KnownTarget, ...]:
         """Return the entries of a target, under all policies."""

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 from ampaudit.report.bench import BenchReport
-from ampaudit.report.check import CheckResults
+from ampaudit.report.check import Baseline, CheckResults
 from ampaudit.report.conversion import Conversion, Verification
 from ampaudit.report.difference import Differences
 from ampaudit.report.lint import LintReport
@@ -24,7 +24,7 @@ from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport
 
-__all__ = ["DOCUMENTS", "Document", "kind_of", "parse_document", "read_document", "read_record"]
+__all__ = ["DOCUMENTS", "Document", "kind_of", "parse_document", "read_baseline", "read_document"]
 
 T = TypeVar("T")
 _RENDERER = "ampaudit.render.render"  # on a higher floor, so it is looked up when it is needed
@@ -57,23 +57,16 @@ def kind_of(data: Mapping[str, Any]) -> str | None:
     return next((kind for kind in DOCUMENTS if kind == data.get("kind")), None)
 
 
-def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> T:
-    """Read a saved record of a kind that is not a document, such as a baseline.
-
-    Args:
-        record: Dataclass to create.
-        kind: Expected value of its field ``kind``.
-        path: Path of the file.
-        name: Name of the file in errors.
-        how: Hint in errors that says how to write such a file.
+def read_baseline(path: Path, name: str, how: str) -> Baseline:
+    """Read a saved baseline; errors refer to it as ``name``, and say ``how`` to write one.
 
     Raises:
         InputError: See ``parse_document``.
     """
     data = _json(_text(path, name, how), name, how)
-    if data.get("kind") != kind:
-        raise InputError(f"{name}: JSON, but not a {kind} of ampaudit", hint=how)
-    return _validated(record, data, name, how)
+    if data.get("kind") != "baseline":
+        raise InputError(f"{name}: JSON, but not a baseline of ampaudit", hint=how)
+    return _validated(Baseline, data, name, how)
 
 
 def read_document(path: Path) -> Document:
