@@ -475,10 +475,7 @@ def _conversion(output: Path, checkpoint: Checkpoint, files: WeightFiles, manife
 def copy_companions(source: Path, target: Path, output: Path) -> None:
     """Copy configuration, tokenizer and everything else except weights, with subdirectories.
 
-    Args:
-        source: Model directory.
-        target: Directory to copy to.
-        output: Directory of the conversion, which is not copied if it lies within the source.
+    The directory of the conversion, ``output``, is not copied if it lies within the source.
 
     Raises:
         SourceError: A link leads out of the source, so that its copy would publish another file.

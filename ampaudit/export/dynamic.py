@@ -272,15 +272,7 @@ def compare_shapes(
 ) -> tuple[list[Mapping[str, int]], float]:
     """Compare a dynamic program with traces of the model, at two other shapes and at the minimum sizes.
 
-    A size of 1 is required only if a range includes it.
-
-    Args:
-        program: Program of the converted model.
-        source: Model with a batch of values.
-        audited: Audit of the model.
-        config: Options of the conversion.
-        shapes: Variable dimensions.
-        onnx: Program as ONNX, if there is one.
+    A size of 1 is required only if a range includes it. ``onnx`` is the program's ONNX file, if there is one.
 
     Returns:
         The sizes at which outputs are bitwise equal, and the largest difference of ONNX Runtime.

@@ -129,10 +129,7 @@ def folded_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the weights by placeholder in their stored dtypes; a tied weight is rounded once.
 
-    Args:
-        converted: Model with the masters; weights that are not rounded are used unchanged.
-        folded: Graph with the stored dtypes.
-        ready: Rounded weights that exist already, by placeholder, such as those of a written file.
+    ``ready`` are rounded weights that exist already, by placeholder, such as those of a written file.
     """
     rounded: dict[tuple[object, ...], torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}

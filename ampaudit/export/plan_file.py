@@ -24,12 +24,8 @@ def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
     """Return a rule file (YAML) that traces the same model into the same graph.
 
     Its rules state the decision for every op that the policy's rules match, by site. Storage and defaults are
-    those of the policy. Autocast regions in the model's code are left out, since they decide again.
-
-    Args:
-        traced: Model under the plan.
-        rules: Policy of the plan.
-        model: Name of the model, for the title.
+    those of the policy. Autocast regions in the model's code are left out, since they decide again. The title
+    names the ``model``.
     """
     groups: dict[Key, list[Site]] = defaultdict(list)
     for site in traced.sites:

@@ -252,15 +252,9 @@ def record_reference(
     names: Sequence[str],
     seed: int,
 ) -> ReferenceOutputs:
-    """Run the program in its own dtypes, and the model in FP32, on one batch.
+    """Run the program in its own dtypes, and the model in FP32, on one batch and from one seed.
 
-    Args:
-        program: Converted program.
-        model: FP32 model.
-        model_call: Positional and keyword inputs of the model.
-        call: Inputs of the program, without the arguments that are fixed in it.
-        names: Names of the outputs.
-        seed: Seed that is set before each run.
+    ``call`` are the inputs of the program, without the arguments of ``model_call`` that are fixed in it.
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}

@@ -235,9 +235,7 @@ def _count_differences(
 def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
     """Run the program on the recorded inputs; return the problems, and a line for each healthy output.
 
-    Args:
-        directory: Converted directory with a program.
-        tolerance_db: Signal-to-noise ratio in dB at which outputs of other kernels count as equal.
+    Outputs of other kernels count as equal at a signal-to-noise ratio of ``tolerance_db``.
     """
     manifest = read_manifest(directory)
     try:

@@ -284,12 +284,9 @@ def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
 def decide_as_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
 ) -> dict[str, StorageDecision]:
-    """Decide by a plan.
+    """Decide by a plan: types and reasons by parameter; other tensors stay unchanged.
 
-    Args:
-        checkpoint: Tensors.
-        planned: Type and reason by parameter; other tensors stay unchanged.
-        names: Name in the model of each tensor whose name there differs.
+    ``names`` has the name in the model of each tensor whose name there differs.
     """
     decisions: dict[str, StorageDecision] = {}
     for name, entry in checkpoint.entries.items():

@@ -30,12 +30,7 @@ class DiffConfig(Config):
 
 
 def differences(old: Document, new: Document, config: DiffConfig) -> Differences:
-    """Return all changes between two reports.
-
-    Args:
-        old: Report of a scan of one or several policies.
-        new: The later report.
-        config: Options that say which changes to leave out.
+    """Return all changes between two reports of scans, of one or several policies each.
 
     Raises:
         InputError: One of them is not a report of a scan, or they have no policy or no site in common.

@@ -245,12 +245,8 @@ def comparable_outputs(
 
     If the order or number of choices differs, they are paired by value, and so are the floats that belong to
     them. A choice without a partner counts as different. An output that is inf or NaN where that of the
-    original is finite is paired as a whole.
-
-    Args:
-        ours: Outputs by name.
-        exact: Outputs of the original by name.
-        ordered: Operators of sorted outputs; see ``orderings``.
+    original is finite is paired as a whole. ``ordered`` has the operators of sorted outputs; see
+    ``orderings``.
     """
     ordered = ordered or {}
     pairs = {name: (ours[name], exact[name]) for name in exact}
@@ -341,13 +337,7 @@ class OtherBatch(NamedTuple):
 
 
 def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:
-    """Yield variations of a batch.
-
-    Args:
-        inputs: Inputs of the graph.
-        batch: Batch to vary.
-        seed: Seed of the random order of values.
-    """
+    """Yield variations of a batch for the inputs of a graph; the seed sets the order of values."""
     values = by_name(batch, [spec.name for spec in inputs])
     random = torch.Generator().manual_seed(seed)
     shuffled = {spec.name: _shuffled(spec, values[spec.name], random) for spec in inputs}

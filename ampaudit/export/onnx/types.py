@@ -88,12 +88,9 @@ def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
-    """Return the types of a node's inputs and outputs.
+    """Return the types of a node's inputs and outputs in a version of its operator set.
 
-    Args:
-        node: Node of the graph.
-        version: Version of its operator set.
-        low: Name of the 16-bit format, ``float16`` or ``bfloat16``.
+    The 16-bit format ``low`` is ``float16`` or ``bfloat16``.
     """
     schema = schema_of(node.domain, node.op_type, version)
     if schema is None:  # a runtime's operator, assumed to have one type for all, as its fused operators do

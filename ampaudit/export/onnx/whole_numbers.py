@@ -59,10 +59,7 @@ _REAL = _Number(varies=True)
 def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf) -> set[ir.Node]:
     """Return the nodes that compute with integers that the format may round.
 
-    Args:
-        model: Model with the types of its values, and with shapes as far as they are known.
-        form: The 16-bit format.
-        tensor_of: Function that reads a stored tensor.
+    The model has the types of its values, and shapes as far as they are known.
     """
     numbers = _Numbers(form, tensor_of)
     numbers.visit(model.graph)
