@@ -12,10 +12,11 @@ from onnx import TensorProto, helper
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.export.onnx.types import SlotType, node_types
-from tests.support.onnx_conversion import check_structure, close, converted, types
+from tests.support.onnx_conversion import check_structure, close, converted, converted_graph, types
 from tests.support.onnx_models.case import Graph
 from tests.support.onnx_models.structure import linear, row
 from tests.support.onnx_strict import run_fp32, run_strict
+from tests.support.onnx_typed import floats, graph, node
 
 
 def check(graph: Graph, outputs: str, folder: Path, **options: str) -> onnx.ModelProto:
@@ -184,3 +185,23 @@ def test_cast_knows_bfloat16_since_operator_set_13(version: int, output: SlotTyp
     node = ir.Node("", "Cast", [ir.Value(name="x")])
     assert node_types(node, version, "bfloat16").outputs == (output,)
     assert node_types(node, version, "float16").outputs == (SlotType.CHOSEN,)
+
+
+def test_large_weights_of_eight_bits_stay_as_they_are(tmp_path: Path) -> None:
+    """They are read from the old file when the new one is written."""
+    bits = np.arange(128 * 64, dtype=np.uint8) % 100
+    weight = TensorProto(
+        name="w", data_type=TensorProto.FLOAT8E4M3FN, dims=[128, 64], raw_data=bits.tobytes()
+    )
+    model, inputs = graph(
+        [node("DequantizeLinear", "w scale", "wide"), node("MatMul", "x wide", "y")],
+        {"x": floats(2, 128)},
+        [2],
+        {"scale": np.array(0.1, np.float32)},
+    )
+    model.graph.initializer.append(weight)
+    model.opset_import[0].version, model.ir_version = 19, 9
+    converted_graph(model, inputs, tmp_path)
+    after = onnx.load(tmp_path / "out" / "model.onnx")
+    (kept,) = (tensor for tensor in after.graph.initializer if tensor.name == "w")
+    assert (kept.data_type, kept.raw_data) == (weight.data_type, weight.raw_data)

@@ -275,8 +275,9 @@ class Rewriter:
 
         def make() -> ir.TensorProtocol:
             converted = self.tensor_of(tensor).to(dtype).contiguous()
-            if converted.element_size() == 2 and converted.is_floating_point():
-                return ir.Tensor(converted.view(torch.int16).numpy().view(to.numpy()), dtype=to, name=name)
+            if converted.is_floating_point() and converted.element_size() < 4:
+                bits = torch.int16 if converted.element_size() == 2 else torch.int8
+                return ir.Tensor(converted.view(bits).numpy().view(to.numpy()), dtype=to, name=name)
             return ir.Tensor(converted.numpy(), dtype=to, name=name)
 
         return ir.LazyTensor(make, dtype=to, shape=ir.Shape(_shape(tensor)), name=name)
