@@ -61,7 +61,7 @@ def board() -> type[Counting]:
 def joined(
     rank: int, store: HashStore, board: type[Counting], failures: dict[int, Failure]
 ) -> list[RunRecord] | AuditError:
-    share = RankShare(board(store, rank), rank, RANKS)
+    share = RankShare(board(store), rank, RANKS)
     share.describe("model.py", SAME)
     own = {number: [record(number)] for number in range(rank, BATCHES, RANKS)}
     try:
