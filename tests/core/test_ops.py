@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -42,8 +42,11 @@ def samples(trait: str) -> Iterator[Call]:
     """Yield calls of the ops of a trait on torch's own sample inputs."""
     for info in op_db:
         if info.aten_name in having(trait) and torch.float32 in info.dtypes:
-            for sample in islice(info.sample_inputs("cpu", torch.float32, requires_grad=False), SAMPLES):
+            inputs = info.sample_inputs("cpu", torch.float32, requires_grad=False)
+            for sample in islice(inputs, SAMPLES):
                 yield info.aten_name, info.op, (sample.input, *sample.args), sample.kwargs
+            if isinstance(inputs, Generator):
+                inputs.close()  # or its collection, perhaps in a trace of a later test, fails
 
 
 def floats(value: Any) -> list[torch.Tensor]:
