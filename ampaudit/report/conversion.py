@@ -86,6 +86,8 @@ class Conversion(Shown):
     Attributes:
         source: Location of the converted model or checkpoint.
         output: Path of the directory.
+        policy: Name of the policy.
+        dtype: The 16-bit format.
         mode: ``inference`` or ``train``.
         verdict: Verdict of the audit; null if only weights were converted.
         exit_code: 0, or 1 if findings at or above the threshold prevented the conversion.
@@ -95,11 +97,13 @@ class Conversion(Shown):
         kept: Reasons why tensors stay in float32, with their number, size in bytes, and the largest one.
         overflow: Number of finite values that overflow, by tensor.
         broken: Number of values that were NaN or infinite before, by tensor.
+        masters: Whether masters were kept.
         outputs: Outputs of the converted program compared with FP32.
         onnx_casts: Number of casts in the ONNX file; null without one.
         onnx_error: Largest difference between ONNX Runtime and torch; null if it was not run, or in training
             mode, where the two draw different random numbers.
         files: Size in bytes of every file, by name.
+        notes: Remarks for the user.
         shapes: Shapes that the program takes; null without a program.
         inputs: Origin of the batch on which the program was compared; null if only weights were converted.
         gaps: Parts of the model that were written without an audit.

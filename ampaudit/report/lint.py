@@ -65,6 +65,8 @@ class LintReport(Shown):
     """The findings in all linted files.
 
     Attributes:
+        schema: Version of this document.
+        tool_version: Version of ampaudit.
         fail_on: Lowest severity that fails the report.
         linted: Number of files that were read.
         findings: Findings by file and line.

@@ -142,6 +142,7 @@ class TuningReport(Shown):
         target_db: Required accuracy of every output; null with ``--metric-drop``.
         metric_drop: Allowed drop of the model's metric; null with ``--min-sqnr``.
         metric: Metric in FP32 and with the policy; null without one.
+        cost_kind: Minimized cost.
         reached: Whether the policy has the required accuracy.
         low_db: Accuracy with everything in 16 bits; null if exact, or broken.
         low_broken: Whether everything in 16 bits leaves inf or NaN in an output.
@@ -161,6 +162,7 @@ class TuningReport(Shown):
         tried: Choices that were run, in order.
         runs: Number of forward passes in 16 bits, and of probes.
         policy: Rule file (YAML).
+        name: Name of the policy.
         rescale: Weights to rescale by powers of two, so that fewer ops stay in float32; may be empty.
         seconds: Wall time by phase.
         broken: Whether the policy leaves inf or NaN in an output.
