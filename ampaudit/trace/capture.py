@@ -37,7 +37,7 @@ from ampaudit.trace import entry
 from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, CustomCode
 from ampaudit.trace.caster import Caster, FactFinder, autocast_visible, mixed_recurrent_inputs
 from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, tensor_leaves
-from ampaudit.trace.failure import lines_of, silent, trace_failure
+from ampaudit.trace.failure import lines_of, output_captured, trace_failure
 from ampaudit.trace.fake_model import (
     constant_masters,
     fake_like,
@@ -408,7 +408,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with silent() as printed:
+        with output_captured() as printed:
             yield
     finally:
         logging.disable(before)

@@ -40,8 +40,8 @@ __all__ = [
     "fp32_copy",
     "lines_of",
     "model_failure",
+    "output_captured",
     "plain_reason",
-    "silent",
     "trace_failure",
     "without_low_precision",
     "writable",
@@ -290,7 +290,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             return EagerCall(ran=False)  # a failed copy says nothing about the model
         try:
             # the model's code has printed and warned while it was traced
-            with seeded(0), torch.set_grad_enabled(grad), silent(), twins_checked():
+            with seeded(0), torch.set_grad_enabled(grad), output_captured(), twins_checked():
                 copied(*restored(new_args), **restored(new_kwargs))
         except (Exception, SystemExit) as error:
             first = first or error
@@ -300,7 +300,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[io.StringIO]:
+def output_captured() -> Iterator[io.StringIO]:
     """Collect prints while active, and drop warnings."""
     printed = io.StringIO()
     with (
