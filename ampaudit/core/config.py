@@ -205,12 +205,18 @@ def signature_with_options(signature: inspect.Signature, config: type[Config]) -
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.get_default(call_default_factory=True, validated_data={}),
-            annotation=((option := option_of(field)) and option.accepts) or _type_text(field.annotation),
+            annotation=_accepted_types(field),
         )
         for name, field in config.model_fields.items()
         if name not in signature.parameters
     ]
     return signature.replace(parameters=[*others, *options])
+
+
+def _accepted_types(field: FieldInfo) -> str:
+    """Return the types that a caller may pass for a field, as source code."""
+    option = option_of(field)
+    return option.accepts if option is not None and option.accepts else _type_text(field.annotation)
 
 
 def option_of(field: FieldInfo) -> Option | None:

@@ -114,8 +114,9 @@ def read_manifest(directory: Path) -> Manifest:
         or text.replace(b"\r\n", b"\n") != _text(manifest).encode()
     ):
         raise _corrupt(path, "it was changed after it was written: its own digest differs")
-    ours = {name.casefold(): name for name in (MANIFEST, *BESIDE_WEIGHTS, *manifest.weight_files)}
-    for name in (*manifest.files, *manifest.weight_files):
+    weights = manifest.weight_files
+    ours = {name.casefold(): name for name in (MANIFEST, *BESIDE_WEIGHTS, *weights)}
+    for name in (*manifest.files, *weights):
         if not _is_within(name) or name == MANIFEST:
             raise _corrupt(path, f"it names the file {describe(name)!r}, which is not in the directory")
         if ours.get(name.casefold(), name) != name:

@@ -213,9 +213,7 @@ class LinkedScript:
         if name in script.classes or depth > _MAX_FILES:
             return script.classes.get(name)
         imports = imported_names(script.tree)
-        paths = {
-            bound: join_names(module, original) if module else original for bound, module, original in imports
-        }
+        paths = {bound: join_names(module, original) for bound, module, original in imports}
         head, dot, rest = name.partition(".")
         if not dot and head not in paths:
             return None

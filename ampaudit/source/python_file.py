@@ -174,12 +174,12 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
         needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
         what = f"defines no model that can be made without arguments ({needs})"
     # the last one usually contains the others
-    name = instances[-1] if instances else (free or classes or [nn.Module])[-1].__name__
-    hint = f"add: def get_model(): return {name}" + ("" if instances else "(...)")
+    last = instances[-1] if instances else (free or classes or [nn.Module])[-1].__name__
+    hint = f"add: def get_model(): return {last}(...)"
     if instances:
-        hint += f", or scan it by its name: {location}:{name}"
+        hint = f"add: def get_model(): return {last}, or scan it by its name: {location}:{last}"
     elif classes:
-        hint += f", or scan it with its arguments: {location}:{name} --args ..."
+        hint += f", or scan it with its arguments: {location}:{last} --args ..."
     raise SourceError(f"{location} {what}", hint=hint)
 
 

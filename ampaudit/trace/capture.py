@@ -278,9 +278,8 @@ def capture(
         convert = own_conversion(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         storage = storage_of(model, file.weights, low_dtype)
-        dtypes = storage.dtypes if file.weights.storage == "lower" else {}
         fake_model, hooks = make_fake_model(
-            model, mode, dtypes, convert, trained=config.differentiated, hooked=tracer is not None
+            model, mode, storage.dtypes, convert, trained=config.differentiated, hooked=tracer is not None
         )
         entry = Entry(
             fake_model,
@@ -303,8 +302,7 @@ def capture(
         )
         for t in tensor_leaves(args, kwargs)
     )
-    rounded = frozenset(storage.dtypes if file.weights.storage == "rounded" else ())
-    facts = FactFinder(entry, config.number_format.name, config.measured, rounded)
+    facts = FactFinder(entry, config.number_format.name, config.measured, storage.rounded)
     numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
     planned, edits = config.planned, config.edits
     caster = Caster(
@@ -359,7 +357,7 @@ def capture(
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
         reads=tuple(reads.lines),
         path=None if path is None else tuple(path.reads.reads),
-        rounded=rounded,
+        rounded=storage.rounded,
     )
 
 

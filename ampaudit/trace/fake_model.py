@@ -171,18 +171,19 @@ def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
-    return storage_of(model, weights, low_dtype).dtypes if weights.storage == "lower" else {}
+    return storage_of(model, weights, low_dtype).dtypes
 
 
 class Storage(NamedTuple):
-    """The dtypes of tensors that a policy stores in 16 bits, and tied names that it stores differently."""
+    """How a policy stores the tensors of a model, by their names."""
 
-    dtypes: dict[str, torch.dtype]
-    split_ties: tuple[tuple[str, ...], ...]
+    dtypes: dict[str, torch.dtype]  # of tensors that are stored in another dtype
+    rounded: frozenset[str]  # stored in 16 bits, although the model's code sees float32
+    split_ties: tuple[tuple[str, ...], ...]  # names of one tensor that the policy would store differently
 
 
 def storage_of(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> Storage:
-    """Return how a policy stores a model, whether its code sees float32 (``rounded``) or not (``lower``)."""
+    """Return how a policy stores a model."""
     stored = _policy_dtypes(model, weights, low_dtype)
     tied: dict[int, list[str]] = defaultdict(list)
     for name, tensor in named_tensors(model).items():
@@ -190,7 +191,10 @@ def storage_of(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) 
     split = [n for n in tied.values() if 0 < sum(name in stored for name in n) < len(n)]
     apart = {name for names in split for name in names}
     dtypes = {name: dtype for name, dtype in stored.items() if name not in apart}
-    return Storage(dtypes, tuple(map(tuple, split)))
+    ties = tuple(map(tuple, split))
+    if weights.storage == "rounded":
+        return Storage({}, frozenset(dtypes), ties)
+    return Storage(dtypes, frozenset(), ties)
 
 
 def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:

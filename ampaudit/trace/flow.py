@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ class Flow:
     def comes_from(self, node: Any, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest producer with one of these ops, within a number of steps."""
         maker = self.maker(node)
-        makers = () if maker is None else (maker, *self.upstream(maker, within - 1))
+        makers = () if maker is None else chain((maker,), self.upstream(maker, within - 1))
         return next((each for each in makers if self.base(each) in ops), None)
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:

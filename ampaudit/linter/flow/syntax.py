@@ -204,7 +204,7 @@ def imported_modules(tree: ast.Module) -> list[str]:
     """Return the dotted names of what a script imports that may be modules, as in ``.utils``."""
     modules: dict[str, None] = {}
     for _, module, name in imported_names(tree):
-        modules |= {module: None, join_names(module, name): None} if module else {name: None}
+        modules |= dict.fromkeys(filter(None, (module, join_names(module, name))))
     return list(modules)
 
 
@@ -214,5 +214,5 @@ def module_of(node: ast.ImportFrom) -> str:
 
 
 def join_names(module: str, name: str) -> str:
-    """Return the dotted name of a member of a module, whose own name may be only dots."""
-    return f"{module}{name}" if module.endswith(".") else f"{module}.{name}"
+    """Return the dotted name of a member of a module, whose own name may be empty, or only dots."""
+    return f"{module}{name}" if not module or module.endswith(".") else f"{module}.{name}"

@@ -112,12 +112,12 @@ class PathRecorder:
         model: nn.Module,
         fake_model: nn.Module,
         fakes: Sequence[torch.Tensor],
-        given: GivenValues,
+        initial: GivenValues,
     ) -> None:
         """Give the weights and inputs of a trace their values."""
         with computing():
-            self.values.give_model(model, fake_model, given.buffers)
-            self.values.give_result(fakes, [writable(tensor, None) for tensor in given.inputs])
+            self.values.give_model(model, fake_model, initial.buffers)
+            self.values.give_result(fakes, [writable(tensor, None) for tensor in initial.inputs])
         for fake in (*fakes, *fake_model.parameters()):
             if isinstance(fake, FakeTensor):
                 without_symbols(fake.fake_mode)
