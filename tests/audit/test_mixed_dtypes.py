@@ -27,7 +27,8 @@ from ampaudit.trace.caster import MIXED_DTYPES
 from tests.support.native import Call, Calls, Function, emulated, native, sample_calls
 
 Body = Callable[[torch.Tensor], torch.Tensor]
-PARTS = 16  # of torch's ops
+# mixes that torch refuses, at least, in each part of its ops; more than 50 together
+LEAST = (4, 4, 7, 9, 3, 9, 7, 4, 3, 4, 2, 3, 1, 5, 1, 3)
 BODIES: dict[str, Body] = {
     "matmul": lambda x: x @ torch.eye(8),
     "matmul, agreeing": lambda x: x @ torch.eye(8, dtype=x.dtype),
@@ -131,11 +132,13 @@ def raised(run: Callable[..., Any], function: Function, args: Sequence[Any]) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(len(LEAST)))
 def test_torchs_own_samples_are_judged_as_torch_judges_them(part: int) -> None:
     """Of each op with two floats: refused where torch raises for the mix and not for float16 alone."""
     wrong, mixed = [], 0
-    for call in (call for info in op_db[part::PARTS] for call in sample_calls(info, 1, 1.0, torch.float16)):
+    for call in (
+        call for info in op_db[part :: len(LEAST)] for call in sample_calls(info, 1, 1.0, torch.float16)
+    ):
         alone = Calls(call.function, call.kwargs)
         for function, floats in mixtures(call):
             if raised(native, alone, call.args):
@@ -154,7 +157,7 @@ def test_torchs_own_samples_are_judged_as_torch_judges_them(part: int) -> None:
             if failure or bool(said) != bool(expected):
                 wrong.append(f"{call.function}: torch {expected}, audit {failure or said}")
     assert not wrong, "\n".join(wrong)
-    assert mixed > 0  # the samples have such calls
+    assert mixed >= LEAST[part]  # the samples have such calls
 
 
 @pytest.mark.parametrize("returns", [False, True])

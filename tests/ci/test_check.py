@@ -261,7 +261,7 @@ def test_codes_are_known() -> None:
 
 
 def check(
-    *targets: Path | str, jobs: int = 1, limits: ChildLimits | None = None, **budgets: object
+    *targets: Path | str, jobs: int = 2, limits: ChildLimits | None = None, **budgets: object
 ) -> list[TargetResult]:
     requests = [Request(str(target), {"policy": "half"}, budgets) for target in targets]
     return check_all(requests, jobs, limits or ChildLimits(), silent)
