@@ -35,7 +35,6 @@ from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.device import guarded
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair, StepCall
-from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.outputs import OutputComparison, compare_outputs
 from ampaudit.run.program import Program, Step
@@ -309,11 +308,9 @@ class _PartialBackend(Emulated):
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._inner if self.rounds(step) else self._exact).arguments(step)
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.rounds(step):
-            return self._inner.call(step, args, kwargs, measure)
+            return self._inner.call(step, args, kwargs)
         return self._exact.call(step, args, kwargs)
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.run.low_precision import call_in_low_precision
-from ampaudit.run.measure import BLOCK, BlockMeasure, flat_pair, rounded_components
+from ampaudit.run.measure import BLOCK, flat_pair, rounded_components
 from ampaudit.run.program import Step, widened_tensor
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
@@ -87,14 +87,8 @@ class Backend:
         del operands
         return self.represent(tensor, dtype)
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
-        """Return the step's result in this backend's representation.
-
-        A backend that processes the result block by block may pass the blocks to ``measure``.
-        """
-        del measure
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the step's result in this backend's representation."""
         return step.target(*args, **kwargs)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,9 +142,7 @@ class Emulated(Backend):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
             return step.target(*args, **kwargs)
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in float32 and round its 16-bit outputs; mutated arguments are rounded in place."""
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
@@ -158,13 +150,13 @@ class Emulated(Backend):
             args, kwargs = _converted_operands(step, args, kwargs)
         result = step.target(*args, **kwargs)
         if step.mutates:
-            _round_written(step, args, kwargs, measure if step.in_place else None)
+            _round_written(step, args, kwargs)
         if step.in_place:
             return result
         if not step.low_precision or not step.makes_values:
             return result
         if isinstance(result, torch.Tensor):
-            return _round_result(result, step.dtypes[0], args, measure)
+            return _round_result(result, step.dtypes[0], args)
         return type(result)(
             _round_result(item, dtype, args) if isinstance(item, torch.Tensor) else item
             for item, dtype in zip(result, step.dtypes, strict=True)
@@ -186,11 +178,8 @@ class Native(Backend):
         """Return the graph's own arguments."""
         return step.args, step.kwargs
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in its dtypes; random ops run in float32, so that both runs draw the same numbers."""
-        del measure
         if step.in_place and step.site is not None and step.site.decision.reason == TOO_LARGE:
             args, kwargs = pytree.tree_map(partial(_overflowed, dtype=args[0].dtype), (args, kwargs))
         if not step.random or not step.low_precision:
@@ -227,12 +216,7 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return _round_blocks(tensor, torch.empty_like(tensor), dtype)
 
 
-def _round_result(
-    tensor: torch.Tensor,
-    dtype: torch.dtype | None,
-    args: Iterable[Any],
-    measure: BlockMeasure | None = None,
-) -> torch.Tensor:
+def _round_result(tensor: torch.Tensor, dtype: torch.dtype | None, args: Iterable[Any]) -> torch.Tensor:
     """Round an op's output in place, unless it shares memory with an input."""
     if (
         tensor.dtype is not torch.float32
@@ -240,19 +224,16 @@ def _round_result(
         or _shares_memory(tensor.untyped_storage().data_ptr(), args)
     ):
         return rounded(tensor, dtype)
-    return _round_blocks(tensor, tensor, dtype, measure)
+    return _round_blocks(tensor, tensor, dtype)
 
 
-def _round_written(
-    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None
-) -> None:
-    """Round the tensors that an op wrote to, measuring the first."""
+def _round_written(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Round the tensors that an op wrote to."""
     nodes = step.written(step.node.args, dict(step.node.kwargs))
     for node, tensor in zip(nodes, step.written(args, kwargs), strict=True):
         dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
         if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
-            _round_blocks(tensor, tensor, dtype, measure)
-        measure = None
+            _round_blocks(tensor, tensor, dtype)
 
 
 def _shares_memory(address: int, values: Iterable[Any]) -> bool:
@@ -265,21 +246,15 @@ def _shares_memory(address: int, values: Iterable[Any]) -> bool:
     return False
 
 
-def _round_blocks(
-    tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype, measure: BlockMeasure | None = None
-) -> torch.Tensor:
-    """Round and measure block by block, so that values stay in the cache."""
+def _round_blocks(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round block by block, so that the 16-bit copy stays in the cache."""
     source, target = flat_pair(tensor, into)
     if target.data_ptr() != into.data_ptr() or tensor.numel() == 0:
         return into.copy_(tensor.to(dtype))
-    reference = measure.vector_for(into) if measure is not None else None
     scratch = torch.empty(min(BLOCK, source.numel()), dtype=dtype, device=tensor.device)
     for start in range(0, source.numel(), BLOCK):
         part = source[start : start + BLOCK]
-        block = target[start : start + BLOCK]
-        block.copy_(scratch[: part.numel()].copy_(part))
-        if measure is not None and reference is not None:
-            measure.add(reference[start : start + BLOCK], block)
+        target[start : start + BLOCK].copy_(scratch[: part.numel()].copy_(part))
     return into
 
 
@@ -376,11 +351,8 @@ class ContractBackend(Emulated):
         """Return a rounded carrier, saturated and flushed as the contract says."""
         return self._limit(super().represent(tensor, dtype), dtype)
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op under the contract; without block measurements, as the range is limited afterwards."""
-        del measure
         stepwise = self._in_rounding_steps(step, args, kwargs)
         result = stepwise if stepwise is not None else super().call(step, args, kwargs)
         if not step.low_precision or not step.makes_values:

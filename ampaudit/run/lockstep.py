@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.device import random_state, restore_random_state
-from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, Step, noting_source_line
 from ampaudit.run.segments import weights_by_group
 from ampaudit.trace.converted import ConvertedModel, Release
@@ -53,11 +52,6 @@ class Observer:
 
     __slots__ = ()
 
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return an object that measures the 16-bit result block by block, if any."""
-        del step, reference
-        return None
-
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Observe a pair; the 16-bit run continues with the returned value (normally ``value`` itself)."""
         del step, reference, call
@@ -70,10 +64,6 @@ class WrappedObserver(Observer):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
 
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return the measure of the other observer."""
-        return self._observer.block_measure(step, reference)
-
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Return the value that the other observer returns."""
         return self._observer.observe(step, reference, value, call)
@@ -82,7 +72,7 @@ class WrappedObserver(Observer):
 class StepCall:
     """The resolved arguments of one step, so that observers can call it again."""
 
-    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "resized", "shared", "state")
+    __slots__ = ("_template", "args", "inputs", "kwargs", "resized", "shared", "state")
 
     def __init__(
         self,
@@ -94,7 +84,6 @@ class StepCall:
     ) -> None:
         self.inputs = inputs
         self.shared = shared
-        self.measure: BlockMeasure | None = None
         self.state: torch.Tensor | None = None  # random state before the call, if it draws random numbers
         self.resized: str | None = None  # sizes that the 16-bit run's own choices would have produced
         self._template = reference.arguments(step)
@@ -287,10 +276,9 @@ class LockStep:
         else:
             if state is not None:
                 restore_random_state(state, self.device)
-            call.measure = observer.block_measure(step, reference)
             with noting_source_line(step):
                 if self.program.traced.path is None:
-                    result = self.backend.call(step, call.args, call.kwargs, call.measure)
+                    result = self.backend.call(step, call.args, call.kwargs)
                 else:
                     call, result = call_on_path(step, call, reference, self._reference, self.backend)
             value = self._unaliased(step, call, result)
@@ -454,7 +442,7 @@ def call_on_path(
     """Call a step in 16 bits, with FP32's choices where its own would change the sizes in the graph."""
     sizes = "sizes that do not fit"
     with contextlib.suppress(RuntimeError, IndexError):
-        result = backend.call(step, call.args, call.kwargs, call.measure)
+        result = backend.call(step, call.args, call.kwargs)
         if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
             return call, result
         sizes = shape_of(result)

@@ -2,8 +2,8 @@
 
 Three routines fill the same fields. ``measure_any`` works on every device without synchronizing.
 ``measure_on_device`` does the same in a single kernel where it can, on CUDA with Triton (``fused``).
-``measure_cpu`` processes blocks that fit the cache. Finite blocks, nearly all, take a shorter path that reads
-each element four times, all but once from the cache; other blocks go to ``measure_any``.
+``measure_cpu`` processes blocks that fit the cache. Finite blocks, nearly all, take a shorter path; other
+blocks go to ``measure_any``.
 
 Peaks and counts of inf and NaN are exact (``measure``). A distribution does not need every element: up
 to 512 per site and batch are kept and reduced together, a block of sites at a time.
@@ -25,8 +25,8 @@ from ampaudit.core.text import signal_to_noise_db
 __all__ = [
     "AS_RUN",
     "BLOCK",
+    "ERROR_EVERY",
     "FIELDS",
-    "BlockMeasure",
     "Observation",
     "SampleStatistics",
     "Samples",
@@ -110,70 +110,47 @@ def _fused(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch
     return measure_fused
 
 
-def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math.inf) -> list[float]:
+def measure_cpu(
+    reference: torch.Tensor, value: torch.Tensor, near: float = math.inf, error_every: int = 1
+) -> list[float]:
     """Return the fields as Python numbers, for CPU tensors.
+
+    Every element is searched for its peak, inf and NaN. Reading all of the reference costs as much as the
+    rest, so errors may be summed over every few blocks only. Vectors of up to 262,144 elements are a single
+    block, and so exact.
 
     Args:
         reference: A float vector.
         value: A vector of the same length, or the same object.
         near: Reference peak from which the value's own peak is measured as well.
+        error_every: Which blocks to sum errors over: the first of each ``error_every``, and those with a
+            peak of at least ``near``.
     """
     merged = [0.0] * len(FIELDS)
     same = reference is value
-    for start in range(0, value.numel(), BLOCK):
-        v = value[start : start + BLOCK]
-        r = v if same else reference[start : start + BLOCK]
-        _merge(merged, _measure_block(r, v, same, near))
+    if same and value.numel() and math.isfinite(peak := _peak_of(value)):
+        merged[:2] = peak, peak
+        return merged
+    for start in range(0, value.numel(), BLOCK * error_every):
+        read = [start]
+        rest = value[start + BLOCK : start + BLOCK * error_every]
+        if rest.numel():
+            peak = _peak_of(rest)
+            if not peak < near:
+                peaks = [_peak_of(block) for block in rest.split(BLOCK)]
+                read += [start + BLOCK * i for i, block_peak in enumerate(peaks, 1) if not block_peak < near]
+                peak = max((block_peak for block_peak in peaks if block_peak < near), default=0.0)
+            merged[:2] = max(merged[0], peak), max(merged[1], peak)
+        for at in read:
+            v = value[at : at + BLOCK]
+            r = v if same else reference[at : at + BLOCK]
+            _merge(merged, _measure_block(r, v, same, near))
     return merged
 
 
-class BlockMeasure:
-    """Measures a CPU value block by block while it is written, so that it is read once.
-
-    Every block is searched for its peak, inf and NaN. Errors are summed over every eighth block: the
-    reference has left the cache by then, and reading all of it would cost as much as the rest. Tensors of up
-    to 262,144 elements are a single block, and so exact.
-
-    Attributes:
-        fields: The merged fields so far, in the order of ``FIELDS``.
-        elements: Number of elements measured so far.
-    """
-
-    def __init__(self, reference: torch.Tensor, near: float) -> None:
-        self.fields = [0.0] * len(FIELDS)
-        self.elements = 0
-        self._blocks = 0
-        self._reference = reference
-        self._near = near
-        self._scratch = torch.empty(min(BLOCK, reference.numel()), dtype=reference.dtype)
-
-    def vector_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the reference as a vector in a dense tensor's memory order, if its layout is the same."""
-        if tensor.shape != self._reference.shape or tensor.stride() != self._reference.stride():
-            return None
-        return flat_pair(self._reference, self._reference)[0]
-
-    def add(self, reference: torch.Tensor, block: torch.Tensor) -> None:
-        """Measure one block and the corresponding part of the reference."""
-        self.elements += block.numel()
-        self._blocks += 1
-        if self._blocks % ERROR_EVERY != 1:
-            peak = _peak_of(block)
-            if peak < self._near:
-                self.fields[0] = max(self.fields[0], peak)
-                self.fields[1] = max(self.fields[1], peak)
-                return
-        _merge(self.fields, _measure_block(reference, block, False, self._near, self._scratch))
-
-
-def _measure_block(
-    reference: torch.Tensor, value: torch.Tensor, same: bool, near: float, scratch: torch.Tensor | None = None
-) -> Sequence[float]:
+def _measure_block(reference: torch.Tensor, value: torch.Tensor, same: bool, near: float) -> Sequence[float]:
     ref_peak = _peak_of(reference)
-    difference = None
-    if not same:
-        into = None if scratch is None else scratch[: value.numel()]
-        difference = torch.sub(value, reference, out=into)
+    difference = None if same else torch.sub(value, reference)
     err_sq = 0.0 if difference is None else _sum_of_squares(difference)
     # a finite sum of squares has only finite terms, so the value is finite where the reference is
     if not (math.isfinite(ref_peak) and math.isfinite(err_sq)):
@@ -193,16 +170,9 @@ def _peak(value: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 
 def _peak_of(value: torch.Tensor) -> float:
-    """Return the largest magnitude; NaN or infinity if there is one.
-
-    Positive floats are ordered like their bits, and comparing integers is twice as fast, since it needs no
-    check for NaN; a positive NaN is the largest of all. The minimum finds negative values and NaN.
-    """
-    lowest: float = value.amin().item()
-    if value.dtype is not torch.float32:
-        return max(-lowest, value.amax().item()) if lowest == lowest else lowest
-    highest: float = value.view(torch.int32).amax().view(torch.float32).item()
-    return max(-lowest, highest) if lowest == lowest and highest == highest else math.nan
+    """Return the largest magnitude; NaN or infinity if there is one."""
+    low, high = torch.aminmax(value)  # both are NaN if there is one
+    return max(abs(low.item()), abs(high.item()))
 
 
 def _sum_of_squares(value: torch.Tensor) -> float:

@@ -28,8 +28,8 @@ from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.low_precision import multiplies
 from ampaudit.run.measure import (
+    ERROR_EVERY,
     FIELDS,
-    BlockMeasure,
     Samples,
     SampleStatistics,
     components,
@@ -104,14 +104,6 @@ class Meter(Observer):
         self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
         self._chosen: list[tuple[str, torch.Tensor]] = []  # of stacks of matrices, by name
 
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Measure single CPU outputs while they are rounded."""
-        if self.deferred or not isinstance(reference, torch.Tensor):
-            return None
-        if step.observed and reference.device.type == "cpu" and not reference.is_complex():
-            return BlockMeasure(reference, self._near)
-        return None
-
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure a step's outputs."""
         self._note_gaps(step)
@@ -128,11 +120,11 @@ class Meter(Observer):
             return value
         bad = False
         for first, second in float_outputs(reference, value):
-            bad |= self._measure_pair(step, first, second, call.measure)
+            bad |= self._measure_pair(step, first, second)
         for position, first, second in call.updates(step):
             if second.is_floating_point():
                 self._updated[len(self._rows)] = position
-                bad |= self._measure_pair(step, first, second, None)
+                bad |= self._measure_pair(step, first, second)
         if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
             self._inside_rows.append((step.site.id, peak))
         if self.local and step.low_precision and not call.shared and not bad:
@@ -141,9 +133,7 @@ class Meter(Observer):
                 self._local_rows.append((step.site.id, *error))
         return value
 
-    def _measure_pair(
-        self, step: Step, reference: torch.Tensor, value: torch.Tensor, measure: BlockMeasure | None
-    ) -> bool:
+    def _measure_pair(self, step: Step, reference: torch.Tensor, value: torch.Tensor) -> bool:
         """Measure one output; on the CPU, return whether it is inf or NaN in 16 bits only."""
         assert step.site is not None
         if reference.shape != value.shape:
@@ -160,12 +150,11 @@ class Meter(Observer):
             self._rows.append((step.site.id, measure_on_device(first, second), second.numel()))
             return False
         second = second.to(first.dtype)
-        if measure is not None and measure.elements == value.numel():
-            fields = measure.fields
-        elif step.site.role is Role.WEIGHT_CAST:
+        if step.site.role is Role.WEIGHT_CAST:
             fields = self._measure_weight(first, second)
         else:
-            fields = measure_cpu(first, second, self._near)
+            sampled = step.low_precision and step.site.role is Role.COMPUTE
+            fields = measure_cpu(first, second, self._near, ERROR_EVERY if sampled else 1)
         self._rows.append((step.site.id, fields, second.numel()))
         return fields[2] + fields[3] + fields[4] > 0
 
@@ -442,13 +431,14 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     if not ref_args or not isinstance(ref_args[0], torch.Tensor):
         return None
     x = ref_args[0].float()
-    if not x.numel():
+    arguments = named_arguments(step.target, ref_args, dict(step.kwargs))
+    if not x.numel() or not arguments.get("training", arguments.get("use_input_stats", True)):
         return None
     if x.device.type == "cpu":
         low, high = torch.aminmax(x)
         if max(high - low, high, -low).item() ** 2 < limit:
             return None
-    return centred(x, named_arguments(step.target, ref_args, dict(step.kwargs))).abs().amax().square()
+    return centred(x, arguments).abs().amax().square()
 
 
 def _takes_low_precision(step: Step) -> bool:
@@ -479,9 +469,7 @@ def _over_axes(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
 
 
 def _over_batch(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Center by batch statistics; zero for a batch norm that does not compute any."""
-    if not arguments.get("training", arguments.get("use_input_stats", False)):
-        return x.new_zeros(1)
+    del arguments
     return x - x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)
 
 

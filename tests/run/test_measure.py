@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from ampaudit.core.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, NumberFormat
 from ampaudit.run import measure as measure_module
 from ampaudit.run.backends import rounded
-from ampaudit.run.measure import FIELDS, BlockMeasure, Samples, flat_pair, measure_any, measure_cpu, sample
+from ampaudit.run.measure import FIELDS, Samples, flat_pair, measure_any, measure_cpu, sample
 
 FLOATS = hnp.arrays(
     np.float32,
@@ -75,22 +75,15 @@ def test_one_bad_element_in_any_block_is_found(bad: float, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, None])
-def test_measuring_while_rounding_finds_every_bad_element(
-    bad: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_errors_finds_every_bad_element(bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_module, "BLOCK", 64)
-    monkeypatch.setattr(measure_module, "ERROR_EVERY", 4)
     for position in (0, 63, 64, 200, 299):
         reference = torch.randn(300)
         value = reference + 0.01 * torch.randn(300)
         if bad is not None:
             value[position] = bad
-        seen = BlockMeasure(reference, near=1e4)
-        for start in range(0, 300, 64):
-            seen.add(reference[start : start + 64], value[start : start + 64])
-        found = dict(zip(FIELDS, seen.fields, strict=True))
+        found = dict(zip(FIELDS, measure_cpu(reference, value, 1e4, error_every=4), strict=True))
         whole = brute_force(reference.numpy(), value.numpy())
-        assert seen.elements == 300
         for name in ("pos_inf", "neg_inf", "nan", "bad_ref_peak"):
             assert found[name] == whole[name]
         assert found["ref_peak"] == pytest.approx(whole["ref_peak"], rel=0.02)

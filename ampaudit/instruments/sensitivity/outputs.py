@@ -29,7 +29,6 @@ from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.config import Recorder, RunConfig
 from ampaudit.run.device import guarded, refuse_more_than_memory
 from ampaudit.run.lockstep import LockStep, Observer, Pair
-from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, Step
 from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
@@ -255,9 +254,7 @@ class _MixedBackend(Emulated):
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return super().arguments(step) if self.rounds(step) else self._exact.arguments(step)
 
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.rounds(step):
             return self._exact.call(step, args, kwargs)
         if exposed := self._reads[step.node]:
@@ -270,7 +267,7 @@ class _MixedBackend(Emulated):
                 for node, value in zip(template, values, strict=True)
             ]
             args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return super().call(step, args, kwargs, measure)
+        return super().call(step, args, kwargs)
 
 
 class MixedRun(LockStep):
