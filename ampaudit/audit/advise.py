@@ -69,11 +69,11 @@ def _trial(
     where = f"{limits[0].id}{f' and {len(limits) - 1} more' if len(limits) > 1 else ''}"
     return Trial(
         "rescale",
-        f"{change.change}, without what {where} cuts off",
+        f"{change.change}, without the clamping by {where}",
         change.paste,
-        f"{where} limits {format_number(peak)} to {format_number(limit)} in FP32 as well, "
+        f"{where} clamped {format_number(peak)} to {format_number(limit)} in FP32 as well, "
         f"{cost:.0f} dB against FP32 without it",
-        f"no limit acts; against FP32 without it, {outputs_text(attempt.context, errors)}",
+        f"nothing is clamped; against FP32 without it, {outputs_text(attempt.context, errors)}",
         outcome="fix" if errors else "cure",
         left=errors,
         before_db=round(cost, 2),

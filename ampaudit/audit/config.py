@@ -168,7 +168,7 @@ class PlanConfig(PolicyConfig):
     twins: TwinFile = None
     memory: Annotated[
         str,
-        Option("Memory limit: all batches pass one segment of the model at a time.", metavar="SIZE"),
+        Option("Memory limit: run all batches through one segment of the model at a time.", metavar="SIZE"),
     ] = ""
 
     def check(self) -> None:
@@ -229,7 +229,7 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         ),
     ] = ""
     against: Annotated[
-        Any, Option("Audit this model instead, with MODEL as its reference.", metavar="MODEL", file=False)
+        Any, Option("Audit OTHER instead, with MODEL as its reference.", metavar="OTHER", file=False)
     ] = None
 
     def check(self) -> None:

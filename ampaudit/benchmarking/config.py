@@ -73,9 +73,7 @@ class BenchConfig(Config):
         Sequence[str],
         BeforeValidator(split_commas),
         AfterValidator(parse_modes),
-        Option(
-            "Modes to compare; there is also converted+compile.", commas=True, accepts="str | Sequence[str]"
-        ),
+        Option("Modes to compare; also converted+compile.", commas=True, accepts="str | Sequence[str]"),
     ] = DEFAULT_MODES
     sizes: Annotated[
         Sequence[int],

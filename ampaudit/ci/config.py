@@ -55,7 +55,7 @@ class CheckConfig(Config):
         float | None, _FINITE, Option("Maximum drop of the model file's metric(output, batch).", metavar="X")
     ] = None
     max_fp32_share: Annotated[
-        float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of sites in float32.", metavar="P")
+        float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of computing ops in float32.", metavar="P")
     ] = None
     baseline: Annotated[
         FilePath | None, Option("File of known findings; only what is new or worse counts.", metavar="FILE")

@@ -132,8 +132,8 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
     """Verify that a converted DIRECTORY is unchanged and still computes the same.
 
-    Hashes of all files, each tensor against its master, and the program, loaded in a sandbox and run
-    on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
+    Compares each file with its hash and each tensor with its master, then runs the program on the
+    recorded inputs, in a sandbox. Names each difference; exit code 1 if there is any.
     """
     from ampaudit.export.verify import verify
 

@@ -27,7 +27,7 @@ __all__ = ["merge_command"]
 @report_options("scan", "Show notes and every site.")
 @click.pass_context
 def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options: Any) -> None:
-    """Make one report of PARTS, which ``ampaudit scan --part`` wrote.
+    """Make one report from PARTS, which ``ampaudit scan --part`` wrote.
 
     The report is that of one scan over all batches. The model is loaded and traced again, with the options of
     the parts; its batches do not run, unless measured rules of the policy ask for a second pass.

@@ -26,7 +26,7 @@ Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
 COMMANDS = {
     "init": ("init_command:init_command", "Write a model file for a project."),
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
-    "merge": ("merge_command:merge_command", "Make one report of the parts of a scan."),
+    "merge": ("merge_command:merge_command", "Make one report from the parts of a scan."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
     "tune": ("tune_command:tune_command", "Find the fewest ops that must stay in float32."),

@@ -60,12 +60,12 @@ def record_command(
     """Run SCRIPT with its ARGUMENTS as Python does, and record the calls of a module.
 
     \b
-    NAME is one of
-      pipe.unet          what a variable of the script, or of its functions, leads to
+    The NAME of --module is one of
+      pipe.unet          an attribute of a variable of the script or of a running function
       encoder.layer.0    a submodule of a module that the script calls
       BertEncoder        a class: its first instance that is called
 
-    The recording is the inputs of an audit: ampaudit scan MODEL --inputs DIR
+    To audit a model on the recording: ampaudit scan MODEL --inputs DIR
     """  # noqa: D301  (click wants the character, not its escape)
     config = config_from(RecordConfig, options)
     if not script.is_file():

@@ -20,7 +20,7 @@ __all__ = ["diff_command", "report_command"]
 def report_command(file: Path, **options: Any) -> None:
     """Show the JSON report in FILE, or the one of a converted directory, in any format.
 
-    Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
+    No model is run, and no code in FILE is. The exit code is 0 whatever the report says.
     """
     from ampaudit.report.documents import read_document
 

@@ -50,7 +50,10 @@ def list_command(form: str, debug: bool) -> None:
 @format_option()
 @debug_option
 def show_command(policy: str, form: str, debug: bool) -> None:
-    """Show a policy's rules in order, including inherited ones: a shipped name or a rule file."""
+    """Show the rules of POLICY in order, including inherited ones.
+
+    POLICY is a shipped policy or a rule file.
+    """
     loaded = load_file(policy)
     data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
     print_result(render_policy(loaded), _json(data, form))

@@ -44,7 +44,7 @@ __all__ = ["audited", "report_scan", "scan_command"]
 @file_option("--advise-policy", metavar="FILE", help="Write one policy for all errors; implies --advise.")
 @click.option("--part", metavar="N/COUNT", help="Run every COUNT-th batch, for 'ampaudit merge'; needs -o.")
 @click.option("--pipeline", is_flag=True, help="Divide the model, not the batches, among torchrun's ranks.")
-@file_option("--resume", metavar="DIR", help="Keep what is done in a directory, and go on from there.")
+@file_option("--resume", metavar="DIR", help="Keep finished batches in DIR, and resume from them.")
 @report_options("scan", "Show notes and every site.")
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:

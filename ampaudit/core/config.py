@@ -105,7 +105,7 @@ DtypeName = Annotated[
 DeviceName = Annotated[
     str,
     AfterValidator(_known_device),
-    Option("Device to run on: cpu, cuda, cuda:1, mps, xpu.", metavar="DEVICE"),
+    Option("Device to run on: cpu, cuda, cuda:1, xpu; for train and bench also mps.", metavar="DEVICE"),
 ]
 Seed = Annotated[int, Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file

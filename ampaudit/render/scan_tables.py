@@ -291,7 +291,7 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the results for other inputs: searches and tail estimates."""
     for s in report.stressed:
         outcome = f"overflows: --inputs {shell_quoted(s.file or '')}" if s.overflows else "no overflow found"
-        reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
+        reached = f"peak increased from {format_number(s.seen)} to {format_number(s.reached)}"
         yield "Stress", f"{escape_control(s.site)}: {reached}; {outcome}"
     for t in report.tails:
         low, rate, high = (_rate(number) for number in (t.low, t.per_million, t.high))
@@ -439,8 +439,8 @@ def _summary(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     yield "Loss", _losses(backward, dtype)
     kind = "dynamic" if backward.dynamic else "fixed"
     yield "Scale", f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
-    for number, text in enumerate(_suits(backward)):
-        yield "" if number else "Suits", text
+    for number, text in enumerate(_window(backward)):
+        yield "" if number else "Window", text
     if backward.frozen:
         yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
     for note in backward.notes:
@@ -479,7 +479,7 @@ def _losses(backward: BackwardReport, dtype: str) -> str:
     return f"{', '.join(values)}{more}"
 
 
-def _suits(backward: BackwardReport) -> Iterator[str]:
+def _window(backward: BackwardReport) -> Iterator[str]:
     advice = backward.advice
     if advice is None:
         yield "any: no gradient is held in 16 bits"

@@ -73,14 +73,14 @@ def _choice_words(report: TuningReport) -> str:
 
 
 def _reached(report: TuningReport) -> str:
-    """Describe the accuracy that was measured, beside what was asked for."""
+    """Describe the accuracy that was measured, beside the accuracy that is required."""
     measured = format_accuracy(report.measured_db, broken=report.broken)
     measured = "outputs exactly as in FP32" if measured == "exact" else measured
     if report.metric is not None and report.metric_drop is not None:
         exact, tuned = map(format_number, report.metric)
         condition = f"FP32 has {exact}; a drop of {report.metric_drop:g} is allowed"
         return f"a metric of {tuned} ({condition}) and {measured}"
-    return measured + ("" if report.target_db is None else f" ({report.target_db:g} asked)")
+    return measured + ("" if report.target_db is None else f" ({report.target_db:g} required)")
 
 
 def _bound(report: TuningReport) -> Iterator[str]:
@@ -92,9 +92,9 @@ def _bound(report: TuningReport) -> Iterator[str]:
     if report.minimal and tried:
         yield f"without any one {'of them' if len(tried) == count else 'that accuracy needs'} it falls short"
     if least >= count:
-        yield "fewer do not suffice, under the model of errors"
+        yield "fewer do not suffice, by the error model"
     elif least > 0:
-        yield f"at least {least:,} must stay, under the model of errors"
+        yield f"at least {least:,} must stay, by the error model"
 
 
 def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterator[Section]:
@@ -359,7 +359,7 @@ def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outpu
     groups = [(name, times, _summed(members)) for name, times, members in stacks]
     groups.sort(key=lambda group: -group[2].share)
     visible = groups[: _MAX_ROWS if full else _ROWS]
-    what = f"Accuracy of the {of} if only this were rounded, and its share of the error of everything."
+    what = f"Accuracy of the {of} if only this were rounded, and its share of the total error."
     heads = ("rounded", "times", "op", "accuracy", "share", "line")
     table = tabulate(heads, (_cells(*group) for group in visible), left=("op", "line"))
     blocks: list[Block] = [line(what, style="dim"), table]
@@ -369,7 +369,7 @@ def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outpu
         blocks.append(
             line(f"and {len(groups) - len(visible):,} more, with {_share(rest)}; {where}", style="dim")
         )
-    return Section(tuple(blocks), f"What makes the error of the {of}")
+    return Section(tuple(blocks), f"Sources of error in the {of}")
 
 
 def _summed(rows: Sequence[Noise]) -> Noise:

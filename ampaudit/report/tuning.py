@@ -84,7 +84,7 @@ class KeptWeight:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """A choice that no other beats in both accuracy and cost, under the model of errors.
+    """A choice that no other beats in both accuracy and cost, by the error model.
 
     Attributes:
         ops: Number of ops in float32.
@@ -151,7 +151,7 @@ class TuningReport(Shown):
         measured_db: Measured accuracy of the policy as a whole; null if exact, or broken.
         ops: Number of ops that may be in 16 bits or in float32.
         kept: Ops that stay in float32, in graph order.
-        lower_bound: Least number of ops that must stay in float32 under the model of errors.
+        lower_bound: Least number of ops that must stay in float32, by the error model.
         minimal: Whether each kept op that is in range was shown to be necessary (``--exhaustive``).
         casts: Number of casts that the policy inserts per forward pass.
         weights: Weights that are stored in float32.

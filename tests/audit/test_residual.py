@@ -415,7 +415,7 @@ def test_a_limit_is_judged_by_its_error_and_compared_with_the_rescaled_stream() 
         assert (trial.kind, trial.outcome) == ("rescale", "cure")
         assert trial.before_db == pytest.approx(cost, abs=0.1)
         assert "in FP32 as well" in trial.before
-        assert trial.after.startswith("no limit acts")
+        assert trial.after.startswith("nothing is clamped")
     model.limit = 65504.0
     changed = pasted(model, errors[0].tried[0].paste)
     with torch.no_grad():

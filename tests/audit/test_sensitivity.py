@@ -75,4 +75,4 @@ def test_several_policies_show_a_ranking_each() -> None:
     both = ampaudit.scan(ENCODER, policy=["half", "torch-cuda"], sensitivity=True)
     text = as_file(both, "text")
     for policy in ("half", "torch-cuda"):
-        assert f"{policy}: What makes the error of the outputs" in text
+        assert f"{policy}: Sources of error in the outputs" in text

@@ -95,7 +95,7 @@ def test_modules_that_were_not_run_are_named_with_their_share(
 ) -> None:
     result = convert(tmp_path, model, weight, "--policy", policy)
     assert result.exit_code == 0, result.output
-    line = f"unaudited  {names} ({share:.0%} of the weights): written, but never run: no input takes it"
+    line = f"unaudited  {names} ({share:.0%} of the weights): written, but never run: no input reaches it"
     assert line in result.stdout
     assert weight in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
 

@@ -37,20 +37,20 @@ LOW = "everything in 16 bits has 44.0 dB"
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, f"has 52.1 dB (50 asked); {LOW}; at least 5 must stay, under the model of errors"),
-        ({"lower_bound": 6}, f"{LOW}; fewer do not suffice, under the model of errors"),
+        ({}, f"has 52.1 dB (50 required); {LOW}; at least 5 must stay, by the error model"),
+        ({"lower_bound": 6}, f"{LOW}; fewer do not suffice, by the error model"),
         (
             {"minimal": True},
             f"{LOW}; without any one that accuracy needs it falls short; at least 5 must stay,",
         ),
         ({"minimal": True, "kept": WHOLE.kept[:2]}, f"{LOW}; without any one of them it falls short; fewer"),
-        ({"weights": ()}, "float16 with 6 of 183 ops in float32 has 52.1 dB (50 asked)"),
+        ({"weights": ()}, "float16 with 6 of 183 ops in float32 has 52.1 dB (50 required)"),
         ({"kept": ()}, "float16 with no op in float32 and 3 weights stored in float32 has 52.1 dB"),
-        ({"kept": (), "weights": ()}, "float16 with no op in float32 has 52.1 dB (50 asked)"),
+        ({"kept": (), "weights": ()}, "float16 with no op in float32 has 52.1 dB (50 required)"),
         ({"low_db": None}, "everything in 16 bits is exact"),
         ({"low_db": None, "low_broken": True}, "everything in 16 bits has inf or NaN"),
-        ({"measured_db": None}, "has outputs exactly as in FP32 (50 asked)"),
-        ({"measured_db": None, "broken": True}, "has inf or NaN (50 asked)"),
+        ({"measured_db": None}, "has outputs exactly as in FP32 (50 required)"),
+        ({"measured_db": None, "broken": True}, "has inf or NaN (50 required)"),
         (
             {"target_db": None, "metric_drop": 0.01, "metric": (0.915, 0.911)},
             "has a metric of 0.911 (FP32 has 0.915; a drop of 0.01 is allowed) and 52.1 dB;",
@@ -100,7 +100,7 @@ def test_a_terminal_shows_ten_lines_and_the_rest_on_demand() -> None:
     brief, full = list(lines_of(WHOLE, 0)), "\n".join(lines_of(WHOLE, 1))
     assert len(brief) <= 10
     assert brief[-1].startswith("More")
-    assert all(title in full for title in ("What stays", "Frontier", "Tried", "What makes"))
+    assert all(title in full for title in ("What stays", "Frontier", "Tried", "Sources of error"))
 
 
 def lines_of(report: TuningReport, verbosity: int) -> Iterator[str]:
@@ -279,12 +279,12 @@ def test_a_scan_ranks_roundings_and_older_reports_are_read() -> None:
     assert saved.pop("sections") == {}
     old = saved_report()
     assert parse_document(json.dumps(saved), "r.json") == old
-    assert "What makes the error" not in as_file(old, "text")
+    assert "Sources of error" not in as_file(old, "text")
     site = next(site.site for site in old.sites if site.forward is not None)
     rows = (Noise(site, "op", 48.5, 0.25), *SENSITIVITY.rows)
     report = replace(old, sections={"sensitivity": replace(SENSITIVITY, rows=rows)})
     for form in ("text", "html", "markdown"):
-        assert "What makes the error of the outputs" in as_file(report, form)
+        assert "Sources of error in the outputs" in as_file(report, form)
     assert parse_document(as_file(report, "json"), "r.json") == report
     (row,) = (row for row in view_of(report).rows() if row["site"] == site)
     assert (row["alone_db"], row["error_share"]) == (48.5, 0.25)

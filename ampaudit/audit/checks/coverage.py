@@ -108,7 +108,7 @@ def modules_not_run(context: CheckContext) -> Gap | None:
     few = f"{share:.0%}" if share >= 0.005 else "less than 1%"
     site = SiteId(f"{[*modules, *parts][0]}/unused")
     count = len(modules) + len(experts)
-    return Gap(site, GapKind.NOT_RUN, f"{names} ({few} of the weights)", "no input takes it", count)
+    return Gap(site, GapKind.NOT_RUN, f"{names} ({few} of the weights)", "no input reaches it", count)
 
 
 def _whole_modules(idle: Iterable[str], used: Collection[str]) -> list[str]:

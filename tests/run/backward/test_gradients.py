@@ -532,7 +532,7 @@ def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli:
     )
     run = cli("scan", tmp_path / "model", "--inputs", inputs, "--backward")
     assert run.returncode == 0, run.stderr
-    assert "Suits  2^" in run.stdout
+    assert "Window  2^" in run.stdout
 
 
 def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> None:
