@@ -27,6 +27,7 @@ from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.isolation import call_unchanged
+from ampaudit.trace.stack import model_frames
 from ampaudit.trace.values import dtype_name
 
 __all__ = [
@@ -169,6 +170,11 @@ def export_program(
             program.graph.erase_node(node)
     for ours, theirs in same_nodes(folded.graph, program.graph):
         theirs.meta |= {key: ours.meta[key] for key in ("nn_module_stack", "stack_trace") if key in ours.meta}
+    # the others are folders of this machine and lines of this version, so no two exports would be equal
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if trace := model_frames(node.meta.pop("stack_trace", None) or ""):
+                node.meta["stack_trace"] = trace
     return program
 
 

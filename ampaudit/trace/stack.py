@@ -20,6 +20,7 @@ __all__ = [
     "is_library",
     "is_tool_file",
     "library_path",
+    "model_frames",
     "running_lines",
     "source_lines",
 ]
@@ -41,6 +42,18 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
         return None, None
     caller = next((frame for frame in reversed(model) if not is_library(frame.file)), model[-1])
     return model[-1], None if caller == model[-1] else caller
+
+
+def model_frames(stack_trace: str) -> str:
+    """Return a stack trace without the frames of torch and ampaudit."""
+    lines: list[str] = []
+    in_model = False
+    for line in stack_trace.splitlines(keepends=True):
+        if match := _FRAME.match(line):
+            in_model = not is_tool_file(match["file"])
+        if in_model:
+            lines.append(line)
+    return "".join(lines)
 
 
 def running_lines() -> tuple[SourceLine | None, SourceLine | None]:

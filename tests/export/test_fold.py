@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from ampaudit.policy import load_policy
 from ampaudit.trace import TraceConfig, TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.opnames import converts
+from ampaudit.trace.stack import is_tool_file
 from tests.support import zoo
 
 AUTHOR = load_policy("torch-cuda")
@@ -120,6 +123,8 @@ def test_layers_and_lines_are_on_the_exported_ops() -> None:
     stacks = [str(list(node.meta["nn_module_stack"].values())[-1][0]) for node in linears]
     assert stacks[0].endswith("encoder.layer.0.attention.self.query")
     assert all("modeling_bert" in node.meta["stack_trace"] for node in linears)
+    traces = "".join(node.meta.get("stack_trace", "") for node in program.graph.nodes)
+    assert not [file for file in re.findall('File "([^"]+)"', traces) if is_tool_file(file)]
 
 
 @pytest.mark.parametrize(

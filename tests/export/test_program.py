@@ -54,6 +54,11 @@ def test_the_program_computes_what_the_plan_says(tmp_path: Path, policy: str, mo
         assert torch.float16 in stored
 
 
+def test_two_conversions_write_the_same_program(tmp_path: Path) -> None:
+    first, second = (converted(tied(), tmp_path / name, policy="torch-cuda") for name in ("first", "second"))
+    assert (first / "model.pt2").read_bytes() == (second / "model.pt2").read_bytes()
+
+
 def test_training_keeps_masters_that_learn(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="torch-cuda", mode="train")
     module = torch.export.load(out / "model.pt2").module()
