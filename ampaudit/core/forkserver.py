@@ -224,7 +224,7 @@ def start_forked(
     return child
 
 
-def serve() -> None:
+def serve() -> NoReturn:
     """Run the server: fork a child for each request until the control socket is closed.
 
     The arguments of the process are the file descriptor of the control socket and the modules to import.
@@ -250,6 +250,9 @@ def serve() -> None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(children[key.data][0], signal.SIGKILL)
                     selector.unregister(key.fileobj)
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(0)  # taking the modules of torch apart takes more than a second, and the client waits for it
 
 
 def _accept(control: socket.socket, selector: selectors.BaseSelector, children: _Children) -> bool:
