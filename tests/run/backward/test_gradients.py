@@ -469,7 +469,7 @@ def test_a_loss_takes_the_batch_where_it_asks_for_it(model_file: Any, cli: Any) 
     )
     run = cli("scan", path, "--backward", "--policy", "torch-cuda")
     assert run.returncode == 0, run.stderr
-    assert "Scale  65,536, dynamic (torch.amp.GradScaler)" in run.stdout
+    assert "Scale   65,536, dynamic (torch.amp.GradScaler)" in run.stdout
     assert "train mode" in run.stdout
     bf16 = cli("scan", path, "--backward", "--policy", "torch-cuda", "--dtype", "bfloat16", "--eval")
     assert "no loss scaling in bfloat16" in bf16.stdout
