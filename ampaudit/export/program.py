@@ -170,7 +170,7 @@ def export_program(
             program.graph.erase_node(node)
     for ours, theirs in same_nodes(folded.graph, program.graph):
         theirs.meta |= {key: ours.meta[key] for key in ("nn_module_stack", "stack_trace") if key in ours.meta}
-    # the others are folders of this machine and lines of this version, so no two exports would be equal
+    # frames of torch and ampaudit would name folders of this machine and lines of these versions
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if trace := model_frames(node.meta.pop("stack_trace", None) or ""):
