@@ -84,9 +84,9 @@ def _trial(
 def advised(
     findings: Sequence[Finding],
     source: ModelSource,
-    plan: RunConfig,
+    run_config: RunConfig,
     context: CheckContext,
-    settings: ScanConfig,
+    config: ScanConfig,
     hiding: Sequence[Suppression],
     on_progress: Progress,
 ) -> tuple[tuple[Finding, ...], CombinedPolicy | None]:
@@ -94,12 +94,12 @@ def advised(
 
     An error that no change removes has the changes that were tried.
     """
-    assert plan.rules is not None
+    assert run_config.rules is not None
     errors = errors_of(findings)
     if not errors:
         return tuple(findings), None
-    subject = AdviceContext(source.model, plan.rules, context)
-    attempts = Attempts(subject, source, plan, settings, tuple(hiding), on_progress)
+    subject = AdviceContext(source.model, run_config.rules, context)
+    attempts = Attempts(subject, source, run_config, config, tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
     later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
     annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}
@@ -202,7 +202,7 @@ class _Advisor:
     def _try(self, proposal: Proposal, finding: Finding) -> Trial:
         """Try a change; it fails unless it removes the finding and preserves the model's function."""
         attempt = self._attempt(proposal)
-        before, settings = self.attempts.subject.context, self.attempts.settings
+        before, config = self.attempts.subject.context, self.attempts.config
         summary = _text(before, finding, self.errors)
         trial = Trial(proposal.kind, proposal.change, proposal.paste, summary, NOT_RUN, "failed")
         if attempt is None:
@@ -217,7 +217,7 @@ class _Advisor:
             left=remaining,
             before_db=decibels(before),
             after_db=decibels(attempt.context),
-            diff=diff_of(proposal) if settings.diff and not self.attempts.source.names_files else "",
+            diff=diff_of(proposal) if config.diff and not self.attempts.source.names_files else "",
         )
 
     def _attempt(self, proposal: Proposal) -> Attempt | None:

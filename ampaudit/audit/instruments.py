@@ -28,7 +28,7 @@ class Measuring(Protocol):
     part: ClassVar[type]
     checks: ClassVar[Sequence[Check]] = ()
 
-    def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
+    def configured(self, run_config: RunConfig, source: ModelSource, options: Any) -> RunConfig:
         """Add a recorder to the configuration of a run; ``options`` has the fields of the instrument."""
 
     def section(self, audit: Audit, number_format: NumberFormat) -> Any:

@@ -75,19 +75,19 @@ def plan(
     Raises:
         AuditError: See ``ampaudit.core.errors``.
     """
-    chosen = PlanConfig.given(config, options)
-    chosen.check()
-    opened = as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed))
+    config = PlanConfig.merged(config, options)
+    config.check()
+    opened = as_source(model, inputs, options=source or SourceConfig(seed=config.seed))
     opened = with_plain_weights(opened)
-    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device, audits=True)
-    rules = rules_of(chosen.policy).for_environment(environment_of(where))
-    with using_twins(chosen.twins):
-        traced, notes = trace_under(opened, rules, form, where, chosen.seed, session.on_progress)
+    form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
+    rules = rules_of(config.policy).for_environment(environment_of(where))
+    with using_twins(config.twins):
+        traced, notes = trace_under(opened, rules, form, where, config.seed, session.on_progress)
     weights = planned_weights(attach_weights(traced), rules.file.weights.master)
     report = _plan(traced, opened.location, weights, (*traced.notes, *opened.notes, *notes))
-    if not chosen.memory:
+    if not config.memory:
         return report
-    limit, program = parse_size(chosen.memory), compile_program(traced, where)
+    limit, program = parse_size(config.memory), compile_program(traced, where)
     segments = tuple(_planned_segment(program, segment) for segment in cut_program(program, limit))
     return replace(report, memory=PlannedMemory(limit, len(opened.batches), segments))
 

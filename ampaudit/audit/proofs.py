@@ -50,7 +50,7 @@ Leaves = list[list[torch.Tensor]]
 Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by input that looks up: the table, and its rows
 
 
-def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: ScanConfig) -> BoundTable:
+def prove(audit: Audit, batches: Sequence[Batch], run_config: RunConfig, config: ScanConfig) -> BoundTable:
     """Return the bounds that hold in every graph of an audit; a site is proved if it is proved in each.
 
     Raises:
@@ -60,8 +60,8 @@ def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: Sca
     tables = []
     for converted in audit.every:
         traced = converted.traced
-        domain = assumptions(traced, _inputs(traced, batches), settings.assume)
-        tables.append(bound(traced, domain, plan.number_format))
+        domain = assumptions(traced, _inputs(traced, batches), config.assume)
+        tables.append(bound(traced, domain, run_config.number_format))
     audit.record.seconds["prove"] = time.perf_counter() - started
     return functools.reduce(BoundTable.joined, tables)
 
@@ -109,7 +109,7 @@ def _broken(site: Site, proof: Bound, stats: Observation) -> ProofBroken:
     return ProofBroken(f"internal error: {what}", hint=hint)
 
 
-def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
+def static_audit(source: ModelSource, run_config: RunConfig) -> Audit:
     """Return an audit that is traced for the shapes of its batches but not run, with an empty record.
 
     Raises:
@@ -118,14 +118,15 @@ def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
     if not source.batches:
         raise InputError("there is no batch", hint="--static runs nothing, but needs the inputs' shapes")
     started = time.perf_counter()
-    rules: RuleSet | None = plan.rules
+    rules: RuleSet | None = run_config.rules
     assert rules is not None
-    setting = rules, plan.author_rules, plan.number_format
+    setting = rules, run_config.author_rules, run_config.number_format
     shapes: dict[object, Batch] = {}
     for batch in source.batches:
         shapes.setdefault(input_signature(batch.args, batch.kwargs), batch)
     traces = [
-        trace(source.model, b.args, b.kwargs, TraceConfig(*setting, seed=plan.seed)) for b in shapes.values()
+        trace(source.model, b.args, b.kwargs, TraceConfig(*setting, seed=run_config.seed))
+        for b in shapes.values()
     ]
     if rules.measured:
         note = "rules about measured values were not applied: nothing was run"
@@ -133,8 +134,8 @@ def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
     sites: dict[SiteId, Site] = {}
     for site in (site for traced in traces for site in traced.sites):
         sites.setdefault(site.id, site)
-    backend = plan.backend or choose_backend(plan.device)
-    record = RunRecord(device=plan.device.type, backend=backend.name)
+    backend = run_config.backend or choose_backend(run_config.device)
+    record = RunRecord(device=run_config.device.type, backend=backend.name)
     record.seconds["trace"] = time.perf_counter() - started
     first, *others = map(attach_weights, traces)
     return Audit(record, tuple(sites.values()), first, frozenset(), others=tuple(others))
@@ -143,9 +144,9 @@ def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
 def stressed(
     source: ModelSource,
     audit: Audit,
-    plan: RunConfig,
+    run_config: RunConfig,
     context: CheckContext,
-    settings: ScanConfig,
+    config: ScanConfig,
     on_progress: Progress,
 ) -> tuple[Stressed, ...]:
     """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
@@ -155,21 +156,21 @@ def stressed(
     by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
     places = audit.converted.traced.placeholders
     domain = {place.node: by_name[place.name] for place in places if place.name in by_name}
-    search = Search(audit.converted, domain, plan.device)
+    search = Search(audit.converted, domain, run_config.device)
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
     results: list[Stressed] = []
     targets = list(_targets(context, table))
     for number, site in enumerate(targets):
         on_progress(f"stressing {site.id}", number, len(targets))
-        tensors, peak = search.ascend(site.id, start, settings.stress, settings.seed + number)
+        tensors, peak = search.ascend(site.id, start, config.stress, config.seed + number)
         observed_peak = context.observed(site.id).ref_peak
         over = peak >= context.number_format.overflow_at
-        broken = over and _breaks(source, plan, with_tensors(batch, tensors), site)
+        broken = over and _breaks(source, run_config, with_tensors(batch, tensors), site)
         saved = None
         if broken:
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)
-            path = Path(settings.stress_dir) / f"overflow-{name}.safetensors"
+            path = Path(config.stress_dir) / f"overflow-{name}.safetensors"
             save_inputs(tensors, path)
             saved = str(path)
         results.append(Stressed(site.id, observed_peak, max(peak, observed_peak), broken, saved))
@@ -190,10 +191,10 @@ def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
     return sorted(candidates, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]
 
 
-def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> bool:
+def _breaks(source: ModelSource, run_config: RunConfig, batch: Batch, site: Site) -> bool:
     """Return whether a run on an input gives inf or NaN at a site."""
     try:
-        (audit,) = run_audits(source.model, [batch], [replace(plan, measured={}, recorders=())], silent)
+        (audit,) = run_audits(source.model, [batch], [replace(run_config, measured={}, recorders=())], silent)
     except AuditError:
         return False
     stats = audit.record.observations.get(site.id)

@@ -39,7 +39,7 @@ class RescaledModel:
 
 
 def rescaled_model(
-    source: ModelSource, rules: RuleSet, settings: ScanConfig, session: Session = DEFAULT_SESSION
+    source: ModelSource, rules: RuleSet, config: ScanConfig, session: Session = DEFAULT_SESSION
 ) -> RescaledModel:
     """Audit a model, and rescale each stream that overflows or is promoted for its range.
 
@@ -48,9 +48,9 @@ def rescaled_model(
     """
     changes: list[ResidualRescale] = []
     refused: dict[SiteId, str] = {}
-    (audited,) = audit_policies(source, [rules], settings, session)
+    (audited,) = audit_policies(source, [rules], config, session)
     while len(changes) < _STREAMS:
-        step = next(_changes(source, audited, rules, settings, session, refused), None)
+        step = next(_changes(source, audited, rules, config, session, refused), None)
         if step is None:
             break
         source, audited, change = step
@@ -62,13 +62,13 @@ def _changes(
     source: ModelSource,
     audited: Audited,
     rules: RuleSet,
-    settings: ScanConfig,
+    config: ScanConfig,
     session: Session,
     refused: dict[SiteId, str],
 ) -> Iterator[tuple[ModelSource, Audited, ResidualRescale]]:
     """Yield models with a rescaled stream, and record the sites that cannot be rescaled in ``refused``."""
     audit = audited.audit
-    flow, form = Flow(*(each.traced for each in audit.every)), low_precision_format(settings.dtype)
+    flow, form = Flow(*(each.traced for each in audit.every)), low_precision_format(config.dtype)
     peaks = {site: stats.ref_peak for site, stats in audit.record.observations.items()}
     sites = {site.id: site for site in audit.sites}
     failing = [origin.site for origin in audit.record.origins]
@@ -86,7 +86,7 @@ def _changes(
             if not same_function(source, changed.model):
                 refused[name] = "FP32 does not give the same bits"
                 continue
-            (after,) = audit_policies(changed, [rules], settings, session)
+            (after,) = audit_policies(changed, [rules], config, session)
             if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
                 yield changed, after, change
             refused[name] = "the code reads the eps elsewhere as well"

@@ -121,20 +121,20 @@ def scan(
     Raises:
         AuditError: See ``ampaudit.core.errors``.
     """
-    chosen = ScanConfig.given(config, options)
-    chosen.check()
-    policies = policies_of(chosen.policy if policy is None else policy)
-    loading = source or SourceConfig(seed=chosen.seed, train=chosen.backward)
-    if chosen.sweep and isinstance(loading, SourceConfig):
-        loading = loading.changed(input_sizes=first_sizes(chosen))
+    config = ScanConfig.merged(config, options)
+    config.check()
+    policies = policies_of(config.policy if policy is None else policy)
+    loading = source or SourceConfig(seed=config.seed, train=config.backward)
+    if config.sweep and isinstance(loading, SourceConfig):
+        loading = loading.changed(input_sizes=first_sizes(config))
     opened = as_source(model, inputs, batches, loading)
-    if chosen.against is not None:
+    if config.against is not None:
         opened = beside(
-            opened, chosen.against, loading if isinstance(loading, SourceConfig) else SourceConfig()
+            opened, config.against, loading if isinstance(loading, SourceConfig) else SourceConfig()
         )
-    given = {*options, *(config.model_fields_set if config is not None else ())}
-    policies, chosen = as_converted(opened, policies, chosen, given if policy is None else {*given, "policy"})
-    reports = scan_policies(opened, policies, chosen, session)
+    explicit = config.model_fields_set | ({"policy"} if policy is not None else set())
+    policies, config = as_converted(opened, policies, config, explicit)
+    reports = scan_policies(opened, policies, config, session)
     several = len(policies) > 1 or isinstance(policy, list | tuple)
     return Comparison(tuple(reports)) if several else reports[0]
 
@@ -173,16 +173,16 @@ def audit_policies(
     config.check()
     device = pick_device(config.device, audits=True)
     rule_sets = [rules_of(policy).for_environment(environment_of(device)) for policy in policies]
-    source, plans = _planned(with_plain_weights(source), rule_sets, device, config, session)
-    audits, usual = _run(source, plans, config, session)
+    source, run_configs = _configured(with_plain_weights(source), rule_sets, device, config, session)
+    audits, usual = _run(source, run_configs, config, session)
     results = []
-    for audit, before, rules, plan in zip(audits, usual, rule_sets, plans, strict=True):
-        report = _concluded(audit, before, rules, plan, source, config, session.on_progress)
+    for audit, before, rules, run_config in zip(audits, usual, rule_sets, run_configs, strict=True):
+        report = _report(audit, before, rules, run_config, source, config, session.on_progress)
         results.append(Audited(report, audit, rules))
     return results
 
 
-def _planned(
+def _configured(
     source: ModelSource,
     rule_sets: Sequence[RuleSet],
     device: torch.device,
@@ -215,51 +215,56 @@ def _planned(
     if config.backward:
         source = _with_loss(source, config)
     common = replace(common, memory=_memory(source, device, config, session.share or ALONE))
-    contract, plans = parse_contract(config.contract), []
-    for rules in rule_sets:
-        plan = common if config.ranges else replace(common, rules=rules)
-        if source.reference is not None:
-            other = source.reference
-            plan = replace(plan, against=ReferenceModel(other.model, other.batches, plan, source.places))
-        if config.backward:
-            plan = replace(
-                plan, recorders=(GradientAudit,), functional=True, loss_scale=_loss_scale(plan, config)
-            )
-        if contract.words and not config.static:
-            plan = replace(plan, backend=ContractBackend(contract))
-        for instrument in requested(config):
-            plan = measuring(instrument).configured(plan, source, config)
-        plans.append(plan)
-    return source, plans
+    contract = parse_contract(config.contract)
+    if contract.words and not config.static:
+        common = replace(common, backend=ContractBackend(contract))
+    return source, [
+        _under_policy(common if config.ranges else replace(common, rules=rules), source, config)
+        for rules in rule_sets
+    ]
+
+
+def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
+    """Add the reference, the loss scale and the recorders, which depend on the policy."""
+    if source.reference is not None:
+        other = source.reference
+        reference = ReferenceModel(other.model, other.batches, run_config, source.places)
+        run_config = replace(run_config, against=reference)
+    if config.backward:
+        scale = _loss_scale(run_config, config)
+        run_config = replace(run_config, recorders=(GradientAudit,), functional=True, loss_scale=scale)
+    for instrument in requested(config):
+        run_config = measuring(instrument).configured(run_config, source, config)
+    return run_config
 
 
 def _run(
-    source: ModelSource, plans: list[RunConfig], config: ScanConfig, session: Session
+    source: ModelSource, run_configs: list[RunConfig], config: ScanConfig, session: Session
 ) -> tuple[list[Audit], list[Audit | None]]:
     """Run all configurations; of an execution contract, also without it."""
     if config.static:
-        return [static_audit(source, plan) for plan in plans], [None] * len(plans)
+        return [static_audit(source, each) for each in run_configs], [None] * len(run_configs)
     usual = []
     if parse_contract(config.contract).words:
-        usual = [replace(plan, backend=session.backend, recorders=(), min_sqnr=None) for plan in plans]
+        usual = [replace(each, backend=session.backend, recorders=(), min_sqnr=None) for each in run_configs]
     share = session.share or ALONE
-    audits = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
-    return audits[: len(plans)], [*audits[len(plans) :]] if usual else [None] * len(plans)
+    audits = run_audits(source.model, source.batches, [*run_configs, *usual], session.on_progress, share)
+    return audits[: len(run_configs)], [*audits[len(run_configs) :]] if usual else [None] * len(run_configs)
 
 
-def _concluded(
+def _report(
     audit: Audit,
     usual: Audit | None,
     rules: RuleSet,
-    plan: RunConfig,
+    run_config: RunConfig,
     source: ModelSource,
     config: ScanConfig,
     on_progress: Progress,
 ) -> Report:
     """Return the report of an audit; ``usual`` is the audit without an execution contract."""
-    form, instruments = plan.number_format, requested(config)
+    form, instruments = run_config.number_format, requested(config)
     proving = config.prove or config.static or config.stress > 0
-    table = prove(audit, source.batches, plan, config) if proving else None
+    table = prove(audit, source.batches, run_config, config) if proving else None
     context = context_of(audit, form, config, table)
     if table is not None and not config.static and usual is None:
         compare_with_run(context, source.batches)
@@ -268,7 +273,7 @@ def _concluded(
     findings, combined = suppressed(findings, hiding), None
     advising = (config.advise or config.diff) and not config.ranges and not config.static
     if advising:
-        findings, combined = advised(findings, source, plan, context, config, hiding, on_progress)
+        findings, combined = advised(findings, source, run_config, context, config, hiding, on_progress)
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
     native = audit.record.backend == "native" and not config.static
@@ -299,7 +304,7 @@ def _concluded(
         combined=combined,
         advised=advising,
         sections={each.name: measuring(each).section(audit, form) for each in instruments},
-        stressed=stressed(source, audit, plan, context, config, on_progress) if stress else (),
+        stressed=stressed(source, audit, run_config, context, config, on_progress) if stress else (),
     )
 
 
@@ -330,7 +335,7 @@ def usual_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available * _HOST_SHARE)
 
 
-def _with_loss(source: ModelSource, settings: ScanConfig) -> ModelSource:
+def _with_loss(source: ModelSource, config: ScanConfig) -> ModelSource:
     """Return the source with its loss as a part of the model.
 
     Raises:
@@ -353,12 +358,12 @@ def _with_loss(source: ModelSource, settings: ScanConfig) -> ModelSource:
         Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)), name=batch.name)
         for batch in source.batches
     )
-    return replace(source, model=WithLoss(source.model, settings.loss or source.loss), batches=batches)
+    return replace(source, model=WithLoss(source.model, config.loss or source.loss), batches=batches)
 
 
-def _loss_scale(plan: RunConfig, config: ScanConfig) -> StartingScale:
+def _loss_scale(run_config: RunConfig, config: ScanConfig) -> StartingScale:
     """Return the loss scale that the user or the policy sets."""
     if config.loss_scale is not None:
         return StartingScale(config.loss_scale, False, "as given")
-    assert plan.rules is not None, "--ranges has no backward pass"
-    return starting_scale(plan.rules.file.loss_scale, plan.number_format)
+    assert run_config.rules is not None, "--ranges has no backward pass"
+    return starting_scale(run_config.rules.file.loss_scale, run_config.number_format)

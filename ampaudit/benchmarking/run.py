@@ -74,27 +74,27 @@ def bench(
     Raises:
         AuditError: The model has no loss to train with, or the device does not exist.
     """
-    chosen = BenchConfig.given(config, options)
-    chosen.check()
-    opened = as_source(model, inputs, options=source or SourceConfig.of(chosen))
-    opened = replace(opened, loss=chosen.loss or opened.loss)
-    device, form = pick_device(chosen.device), low_precision_format(chosen.dtype)
-    rules = rules_of(chosen.policy).for_environment(environment_of(device))
-    setup = BenchSetup(opened, device, form, rules, chosen.train, chosen.seed, chosen.target)
+    config = BenchConfig.merged(config, options)
+    config.check()
+    opened = as_source(model, inputs, options=source or SourceConfig.of(config))
+    opened = replace(opened, loss=config.loss or opened.loss)
+    device, form = pick_device(config.device), low_precision_format(config.dtype)
+    rules = rules_of(config.policy).for_environment(environment_of(device))
+    setup = BenchSetup(opened, device, form, rules, config.train, config.seed, config.target)
     first = opened.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
-    for size in chosen.sizes or (batch_size_of(first),):
-        measured, interrupted = _measure_size(with_batch_size(setup, size), size, chosen, session.on_progress)
+    for size in config.sizes or (batch_size_of(first),):
+        measured, interrupted = _measure_size(with_batch_size(setup, size), size, config, session.on_progress)
         rows += measured
         if interrupted:
             break
     if interrupted and not any(row.status == "ok" for row in rows):
         raise KeyboardInterrupt
-    if chosen.max_batch and not interrupted:
+    if config.max_batch and not interrupted:
         try:
-            most = tuple(largest(setup, chosen.modes, session.on_progress))
+            most = tuple(largest(setup, config.modes, session.on_progress))
         except KeyboardInterrupt:
             interrupts.deliver_anyway()
             interrupted = True
@@ -108,13 +108,13 @@ def bench(
         device_name=next((measured.name for measured in machine.devices if measured.kind == kind), kind),
         dtype=setup.form.name,
         policy=setup.rules.name,
-        train=chosen.train,
-        repeats=chosen.repeats,
+        train=config.train,
+        repeats=config.repeats,
         rows=tuple(rows),
-        target=chosen.target.id if chosen.target is not None else None,
+        target=config.target.id if config.target is not None else None,
         largest=most,
         interrupted=interrupted,
-        notes=tuple(_notes(chosen, kind)),
+        notes=tuple(_notes(config, kind)),
         environment=this_environment(),
         inputs=opened.inputs,
     )

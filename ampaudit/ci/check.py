@@ -62,24 +62,24 @@ def check(
     Raises:
         UsageError: There is no target, or a code or budget is invalid.
     """
-    chosen = CheckConfig.given(config, options)
-    paths = given_paths(targets, "targets") or list(chosen.targets)
+    config = CheckConfig.merged(config, options)
+    paths = given_paths(targets, "targets") or list(config.targets)
     if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
-    check_codes(chosen.allow)
-    limits = ChildLimits(chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
-    budgets = _json_values(chosen, {field.name for field in fields(Budgets)})
+    check_codes(config.allow)
+    limits = ChildLimits(config.timeout, parse_size(config.max_memory) if config.max_memory else None)
+    budgets = _json_values(config, {field.name for field in fields(Budgets)})
     Budgets.of(budgets)  # validates the limits
-    update = chosen.update_baseline
-    if update and chosen.baseline is None:
+    update = config.update_baseline
+    if update and config.baseline is None:
         raise UsageError("--update-baseline needs a file", hint="name it with --baseline FILE")
-    baseline = BaselineFile(chosen.baseline, update=update) if chosen.baseline is not None else None
-    settings = _json_values(chosen, _OPTIONS - {"fail_on"})
+    baseline = BaselineFile(config.baseline, update=update) if config.baseline is not None else None
+    settings = _json_values(config, _OPTIONS - {"fail_on"})
     requests = [
         Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
         for number, target in enumerate(paths)
     ]
-    results = check_all(requests, chosen.jobs, limits, session.on_progress)
+    results = check_all(requests, config.jobs, limits, session.on_progress)
     if update and baseline is not None:
         baseline.update(results)
     return CheckResults.of(results)

@@ -148,7 +148,7 @@ class Config(BaseModel):
         return cls(**{name: getattr(other, name) for name in shared} | values)
 
     @classmethod
-    def given(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
+    def merged(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
         """Return the record of a call: keyword options override those of a whole record.
 
         Raises:

@@ -110,33 +110,33 @@ def convert(
     Raises:
         AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
-    settings, directory = ConvertConfig.given(config, options), given_path(output, "output")
-    settings.check_output(directory)
-    opened = as_source(model, inputs, options=source or SourceConfig(seed=settings.seed))
-    _refuse(opened, settings)
-    if settings.tune is not None:
-        settings = settings.changed(min_sqnr=max(settings.tune, settings.min_sqnr))
+    config, directory = ConvertConfig.merged(config, options), given_path(output, "output")
+    config.check_output(directory)
+    opened = as_source(model, inputs, options=source or SourceConfig(seed=config.seed))
+    _refuse(opened, config)
+    if config.tune is not None:
+        config = config.changed(min_sqnr=max(config.tune, config.min_sqnr))
     if opened.kind == "onnx":
         from ampaudit.export.onnx.convert import convert_onnx
 
-        return convert_onnx(opened, directory, settings, session)
-    shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
-    read_files = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
+        return convert_onnx(opened, directory, config, session)
+    shapes = DynamicShapes.read(config.dynamic, opened.model, opened.batches[0])
+    read_files = (*opened.files, *states_of([config.weights] if config.weights is not None else []))
     audited, rescaling = None, None
-    if settings.rescale:
-        opened, audited, rescaling = audit_rescaled(opened, settings.loaded(), session)
-    if settings.tune is not None:
-        rules = tuned_rules(opened, settings.dtype, settings.tune, settings, session)
-        settings = settings.changed(policy=rules)
-    settings = settings.loaded()
-    if audited is None or settings.tune is not None:
-        (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings), session)
+    if config.rescale:
+        opened, audited, rescaling = audit_rescaled(opened, config.loaded(), session)
+    if config.tune is not None:
+        rules = tuned_rules(opened, config.dtype, config.tune, config, session)
+        config = config.changed(policy=rules)
+    config = config.loaded()
+    if audited is None or config.tune is not None:
+        (audited,) = audit_policies(opened, [config.rules], ScanConfig.of(config), session)
     if audited.report.exit_code:
         return audited.report, None
-    plan = _plan(opened, audited, settings, rescaling, shapes)
+    plan = _plan(opened, audited, config, rescaling, shapes)
     with (
         keeping(audited.report),
-        staged_directory(directory, force=settings.force, ours=MANIFEST) as stage,
+        staged_directory(directory, force=config.force, ours=MANIFEST) as stage,
     ):
         conversion = _write(plan, stage, directory, session.on_progress)
         check_unchanged(read_files)

@@ -60,22 +60,22 @@ def verify(
     Raises:
         WeightsError: The manifest is missing or invalid.
     """
-    settings, directory = VerifyConfig.given(config, options), given_path(directory, "directory")
+    config, directory = VerifyConfig.merged(config, options), given_path(directory, "directory")
     manifest = read_manifest(directory)
     damaged = list(check_files(directory, manifest, session.on_progress))
     problems = [*damaged, *check_rounding(directory, manifest, session.on_progress)]
     lines: list[str] = []
     recorded = PROGRAM in manifest.files and bool(manifest.outputs)
-    if settings.run and recorded and not (unfit := _unfit(manifest, damaged)):
-        tolerance_db = settings.tolerance_db
+    if config.run and recorded and not (unfit := _unfit(manifest, damaged)):
+        tolerance_db = config.tolerance_db
         # kernels with another order of summation agree to about 60 dB in float16 and 42 dB in bfloat16
         tolerance_db = ROUNDING_DB.get(manifest.dtype, 40.0) if tolerance_db is None else tolerance_db
         session.on_progress("running the program", 0, 0)
         more, lines = _in_sandbox(directory, tolerance_db)
         problems += more
-    elif settings.run and recorded:
+    elif config.run and recorded:
         problems.append(Problem("program", PROGRAM, f"was not run: {unfit}"))
-    elif settings.run:
+    elif config.run:
         lines = [f"nothing was run: {_not_recorded(manifest)}"]
     return Verification(
         directory=str(directory),

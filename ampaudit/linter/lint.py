@@ -43,9 +43,9 @@ def lint(
     Raises:
         UsageError: A code does not exist.
     """
-    selected = LintConfig.given(config, options)
+    config = LintConfig.merged(config, options)
     names = given_paths(paths, "paths")
-    return lint_report(list(lint_files(names, selected)), selected)
+    return lint_report(list(lint_files(names, config)), config)
 
 
 def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int = 0) -> LintReport:

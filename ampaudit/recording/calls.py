@@ -199,7 +199,7 @@ def record(
         UsageError: There is no module.
         OutputError: The directory exists or cannot be written.
     """
-    chosen = RecordConfig.given(config, options)
+    config = RecordConfig.merged(config, options)
     modules = module if isinstance(module, Mapping) else {"": module}
     for name, one in modules.items():
         if not isinstance(one, nn.Module):
@@ -208,7 +208,7 @@ def record(
                 hint="pass the module whose calls are to be recorded, or a dict of modules",
             )
     several = isinstance(module, Mapping)
-    recordings = _create_recordings(modules, Path(directory), chosen, several=several)
+    recordings = _create_recordings(modules, Path(directory), config, several=several)
     return _watching(Watcher(recordings), recordings if several else recordings[""])
 
 

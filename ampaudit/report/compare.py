@@ -215,7 +215,7 @@ def diff(old: Saved, new: Saved, *, config: DiffConfig | None = None, **options:
         UsageError: An option is invalid.
         InputError: One of them is not a report of a scan, or they have no policy in common.
     """
-    return differences(_read(old), _read(new), DiffConfig.given(config, options))
+    return differences(_read(old), _read(new), DiffConfig.merged(config, options))
 
 
 def read_report(path: str | Path) -> Document:

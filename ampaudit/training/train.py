@@ -87,34 +87,34 @@ def train(
         InputError: There is no loss, or no parameter gets a gradient.
         ReferenceBroken: The FP32 loss is not finite.
     """
-    settings = TrainConfig.given(config, options)
-    settings.check()
-    count = min(settings.steps, MAX_BATCHES)
-    loading = source or SourceConfig(seed=settings.seed)
+    config = TrainConfig.merged(config, options)
+    config.check()
+    count = min(config.steps, MAX_BATCHES)
+    loading = source or SourceConfig(seed=config.seed)
     opened = as_source(model, None, batches, loading.changed(batches=count, train=True), most=count)
     opened = replace(
         opened,
-        loss=settings.loss or opened.loss,
-        optimizer=settings.optimizer or opened.optimizer,
-        metric=settings.metric or opened.metric,
+        loss=config.loss or opened.loss,
+        optimizer=config.optimizer or opened.optimizer,
+        metric=config.metric or opened.metric,
     )
     if opened.kind in ("pt2", "converted") or opened.release is not None:
         raise UsageError(f"{opened.location} cannot be trained", hint="give the Python model")
     if not opened.batches:
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
-    device = pick_device(settings.device)
-    specs = _specs(settings, device)
-    variants, optimizer, notes = _train_variants(opened, specs, settings, device, session.on_progress)
-    if len(opened.batches) < settings.steps:
-        notes.append(f"{len(opened.batches)} batches for {settings.steps} steps: they were used again")
+    device = pick_device(config.device)
+    specs = _specs(config, device)
+    variants, optimizer, notes = _train_variants(opened, specs, config, device, session.on_progress)
+    if len(opened.batches) < config.steps:
+        notes.append(f"{len(opened.batches)} batches for {config.steps} steps: they were used again")
     return training_report(
         ModelInfo(opened.location, opened.kind, opened.sha256),
         device.type,
-        low_precision_format(settings.dtype).name,
+        low_precision_format(config.dtype).name,
         variants,
-        seed=settings.seed,
+        seed=config.seed,
         optimizer=optimizer,
-        fail_on=settings.fail_on,
+        fail_on=config.fail_on,
         judged=[spec.name for spec in specs if spec.name not in ("fp32", "torch.amp")],
         notes=notes,
     )

@@ -116,10 +116,12 @@ class Trials:
         """
         config = self.config
         self._share.tell("probe", *(change.change for change in self.changes))
-        plan = RunConfig(self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed)
-        plan = replace(plan, recorders=(self._probe_outputs,), functional=True)
+        run_config = RunConfig(
+            self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed
+        )
+        run_config = replace(run_config, recorders=(self._probe_outputs,), functional=True)
         (audit,) = run_audits(
-            self.source.model, self.source.batches, [plan], self.session.on_progress, self._share
+            self.source.model, self.source.batches, [run_config], self.session.on_progress, self._share
         )
         return audit
 
@@ -162,7 +164,7 @@ class Trials:
         self._share.tell("audit", text)
         config, outputs = self.config, dict[int, Any]()
         target = config.target_db
-        settings = ScanConfig(
+        scan_config = ScanConfig(
             dtype=self.number_format.name,
             device=config.device,
             seed=config.seed,
@@ -171,7 +173,7 @@ class Trials:
         session = Session(share=self._share, keep_outputs=outputs.__setitem__)
         audited: Audited | None = None
         with suppress(PartDone):  # the outputs that this machine has are still to be judged
-            (audited,) = audit_policies(self.source, [loaded(text)], settings, session)
+            (audited,) = audit_policies(self.source, [loaded(text)], scan_config, session)
         metric = None if config.metric_drop is None else metric_of(self.source, outputs, self._share)
         if audited is None:
             raise PartDone
@@ -183,8 +185,8 @@ class Trials:
         if self.source.kind == "onnx":
             return None
         dtype, config = self.number_format.name, self.config
-        settings = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
-        rescaled = rescaled_model(self.source, load_policy(_POLICY), settings)
+        scan_config = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
+        rescaled = rescaled_model(self.source, load_policy(_POLICY), scan_config)
         if not rescaled.changes:
             return None
         config = config.changed(exhaustive=False)

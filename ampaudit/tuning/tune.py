@@ -102,16 +102,16 @@ def tune(
         AuditError: See ``ampaudit.core.errors``.
         PartDone: Another machine has the report.
     """
-    settings = TuneConfig.given(config, options)
-    settings.check()
-    opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=settings.seed)))
-    _refuse(opened, settings)
-    formats = ("float16", "bfloat16") if settings.dtype == "auto" else (settings.dtype,)
+    config = TuneConfig.merged(config, options)
+    config.check()
+    opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=config.seed)))
+    _refuse(opened, config)
+    formats = ("float16", "bfloat16") if config.dtype == "auto" else (config.dtype,)
     session = replace(session, share=session.share or ALONE)
-    with using_twins(settings.twins):
+    with using_twins(config.twins):
         if session.share.follows:
-            follow(opened, settings, session)
-        reports = [_tuned(opened, dtype, settings, session) for dtype in formats]
+            follow(opened, config, session)
+        reports = [_tuned(opened, dtype, config, session) for dtype in formats]
     return min(
         reports, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
     )
@@ -463,16 +463,16 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     if source.kind not in _KINDS or not report.reached:
         return ""
     least = report.measured_db if report.target_db is None else report.target_db
-    settings = ScanConfig(dtype=form.name, device=trials.config.device, min_sqnr=least or 0.0)
+    config = ScanConfig(dtype=form.name, device=trials.config.device, min_sqnr=least or 0.0)
     half = load_policy("half")
-    plan = RunConfig(half, load_policy("torch-cuda"), form, trials.device, trials.config.seed)
+    run_config = RunConfig(half, load_policy("torch-cuda"), form, trials.device, trials.config.seed)
     try:
-        (audit,) = run_audits(source.model, source.batches, [plan], trials.session.on_progress)
+        (audit,) = run_audits(source.model, source.batches, [run_config], trials.session.on_progress)
     except AuditError:
         return ""
-    context = context_of(audit, form, settings)
+    context = context_of(audit, form, config)
     subject = AdviceContext(source.model, half, context)
-    attempts = Attempts(subject, source, plan, settings, ())
+    attempts = Attempts(subject, source, run_config, config, ())
     members = [Exemption(tuple(SiteId(op.site) for op in report.kept), "")] if report.kept else []
     members += [Exemption((), "", weight.name) for weight in report.weights]
     tensors = (leaf for batch in source.batches for leaf in tensor_leaves(batch.args, batch.kwargs))

@@ -66,8 +66,8 @@ class Attempts:
 
     subject: AdviceContext
     source: ModelSource
-    plan: RunConfig
-    settings: ScanConfig
+    run_config: RunConfig
+    config: ScanConfig
     hiding: tuple[Suppression, ...]
     on_progress: Progress = silent
 
@@ -84,7 +84,7 @@ class Attempts:
     def judge(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
         """Judge a run by its errors and outputs."""
         errors = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
-        required, record = self.settings.min_sqnr, after.record
+        required, record = self.config.min_sqnr, after.record
         # if errors remain, the 16-bit outputs cannot show whether the function is preserved: FP32 can
         keeps = bool(errors) or worst_db(record.outputs) >= required
         if errors or not by_dtype:
@@ -93,12 +93,12 @@ class Attempts:
 
     def audit(self, proposal: Proposal, outputs: list[dict[str, Pair]] | None = None) -> CheckContext | None:
         """Run a model under a change and append its outputs to a list; ``None`` if torch would reject it."""
-        plan = self.plan
-        form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
+        run_config = self.run_config
+        form = low_precision_format(proposal.dtype) if proposal.dtype else run_config.number_format
         changed = replace(
-            plan,
+            run_config,
             number_format=form,
-            rules=proposal.rules or plan.rules,
+            rules=proposal.rules or run_config.rules,
             edits=proposal.edits,
             recorders=(),
             min_sqnr=None,
@@ -109,7 +109,7 @@ class Attempts:
             (audit,) = run_audits(model, self.source.batches, [changed], silent)
         except AuditError:
             return None
-        after = context_of(audit, form, self.settings.changed(prove=False, static=False))
+        after = context_of(audit, form, self.config.changed(prove=False, static=False))
         return after if refused_sites(after) <= refused_sites(self.subject.context) else None
 
 

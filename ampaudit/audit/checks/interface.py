@@ -403,25 +403,25 @@ def _run(check: Check, context: CheckContext) -> list[Finding]:
 
 
 def context_of(
-    audit: Audit, form: NumberFormat, settings: ScanConfig, bounds: BoundTable | None = None
+    audit: Audit, form: NumberFormat, config: ScanConfig, bounds: BoundTable | None = None
 ) -> CheckContext:
     """Build the context of one audit under a number format."""
-    contract = parse_contract(settings.contract)
+    contract = parse_contract(config.contract)
     return CheckContext(
         sites=audit.sites,
         record=audit.record,
         flow=Flow(*(converted.traced for converted in audit.every)),
         number_format=form,
         parameter_free=audit.parameter_free,
-        weights=() if settings.ranges else _weights(audit),
+        weights=() if config.ranges else _weights(audit),
         weights_read=_weights_read(audit),
-        min_headroom=settings.min_headroom,
-        min_sqnr=settings.min_sqnr,
-        ranges_only=settings.ranges,
+        min_headroom=config.min_headroom,
+        min_sqnr=config.min_sqnr,
+        ranges_only=config.ranges,
         bounds=bounds,
         fused=contract.fused,
         saturating="saturate" in contract.words,
-        step_count=settings.steps,
+        step_count=config.steps,
     )
 
 

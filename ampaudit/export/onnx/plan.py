@@ -205,26 +205,26 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
         for name, nodes, why in (("whole", whole, _WHY_WHOLE), ("choices", before, _WHY_CHOICES)):
             if nodes:
                 rules = _with_rule(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
-    settings = ScanConfig.of(config)
+    scan_config = ScanConfig.of(config)
     for batch in wishes.also:
         other, rules = _audit_until_unbroken(
-            replace(prepared, batches=(batch,)), rules, settings, session, is_fixed=is_fixed
+            replace(prepared, batches=(batch,)), rules, scan_config, session, is_fixed=is_fixed
         )
         # includes the sites that measured rules promote on that batch
         wide = [site.id for site in _computing(other) if _is_wide(site)]
         rules = _with_rule(rules, "others", Match(site=_escaped(wide)), _WHY_OTHERS) if wide else rules
-    audited, _ = _audit_until_unbroken(prepared, rules, settings, session, is_fixed=is_fixed)
+    audited, _ = _audit_until_unbroken(prepared, rules, scan_config, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, wishes, chooses, raised)
 
 
 def _audit_until_unbroken(
-    source: ModelSource, rules: RuleSet, settings: ScanConfig, session: Session, *, is_fixed: bool
+    source: ModelSource, rules: RuleSet, scan_config: ScanConfig, session: Session, *, is_fixed: bool
 ) -> tuple[Audited, RuleSet]:
     """Audit until nothing breaks; return the audit and the policy that keeps broken ops in float32."""
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_MAX_AUDITS):
-        (audited,) = audit_policies(source, [rules], settings, session)
+        (audited,) = audit_policies(source, [rules], scan_config, session)
         more = () if is_fixed else _sites_to_promote(audited, promoted)
         if not more:
             break

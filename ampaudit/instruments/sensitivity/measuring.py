@@ -67,13 +67,13 @@ def sensitivities_in(audit: Audit) -> Sensitivities:
 class _Measuring(Measuring):
     part = SensitivityPart
 
-    def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
+    def configured(self, run_config: RunConfig, source: ModelSource, options: Any) -> RunConfig:
         """Probe the gradients, if they are audited, or else the outputs."""
-        if not plan.trains:
+        if not run_config.trains:
             recorder = partial(SensitivityProbe, batches=source.batches)
-            return replace(plan, recorders=(*plan.recorders, recorder), functional=True)
-        recorders = (GradientProbe if make is GradientAudit else make for make in plan.recorders)
-        return replace(plan, recorders=tuple(recorders))
+            return replace(run_config, recorders=(*run_config.recorders, recorder), functional=True)
+        recorders = (GradientProbe if make is GradientAudit else make for make in run_config.recorders)
+        return replace(run_config, recorders=tuple(recorders))
 
     def section(self, audit: Audit, number_format: NumberFormat) -> Sensitivity:
         """Return the ranking of a policy's roundings, with the predicted and the measured total error."""
