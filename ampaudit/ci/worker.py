@@ -75,17 +75,18 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     if before is None and request.baseline is not None:
         notes.append(f"the baseline does not have it under {policy} in {dtype}")
     judged = judge(report, measured, budgets, before)
-    wrong = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
+    errors = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
     breaches += judged.breaches
     crashed = report.exit_code == 3  # one of ampaudit's checks failed
     return TargetResult(
         target=request.target,
-        verdict="error" if crashed else "fail" if breaches or wrong else "pass",
+        verdict="error" if crashed else "fail" if breaches or errors else "pass",
         exit_code=3 if crashed else int(bool(breaches)),
         error="a check failed and its findings are missing\n  next: run 'ampaudit scan' on it"
         if crashed
         else "",
         breaches=tuple(breaches),
+        ignored=tuple(breach for breach in errors if breach not in breaches),
         known=judged.known,
         gone=judged.gone,
         accepted=accepted,

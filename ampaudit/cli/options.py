@@ -169,7 +169,12 @@ def format_option(kind: str | None = None) -> Callable[[Command], Command]:
     """Add ``--format`` to a command that prints: all formats of a kind of document, else text and JSON."""
     forms = formats_of(kind) if kind is not None else ("text", "json")
     return click.option(
-        "--format", "form", type=click.Choice(forms, case_sensitive=False), default="text", show_default=True
+        "--format",
+        "form",
+        type=click.Choice(forms, case_sensitive=False),
+        default="text",
+        show_default=True,
+        help="Output format.",
     )
 
 

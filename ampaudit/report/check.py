@@ -223,6 +223,7 @@ class TargetResult:
             not be audited).
         exit_code: 0, 1, or that of the error: 2 for bad input, 3 for an audit that could not be carried out.
         breaches: Exceeded budgets and findings that count.
+        ignored: Errors that do not count, because of ``--fail-on never``.
         known: Breaches that the baseline accepts.
         gone: Findings of the baseline that no longer occur.
         accepted: New entry of the baseline, with ``--update-baseline``.
@@ -236,6 +237,7 @@ class TargetResult:
     verdict: Literal["pass", "fail", "error"]
     exit_code: int
     breaches: tuple[Breach, ...] = ()
+    ignored: tuple[Breach, ...] = ()
     known: tuple[Breach, ...] = ()
     gone: tuple[KnownFinding, ...] = ()
     accepted: KnownTarget | None = None

@@ -357,6 +357,10 @@ def test_one_table_and_one_exit_code(tmp_path: Path, cli: Cli) -> None:
     done = cli("check", "good.py", "bad.py", "--min-headroom", "50", "-j", "2", cwd=tmp_path)
     assert done.returncode == 1
     assert "FAIL  2 of 2" in done.stdout
+    done = cli("check", "bad.py", "--fail-on", "never", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "\nbad.py\n  AMP" in done.stdout
+    assert done.stdout.endswith("FAIL  1 of 1 target\ngate  pass\n")
 
 
 def test_json(tmp_path: Path, cli: Cli) -> None:

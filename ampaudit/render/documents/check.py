@@ -89,10 +89,11 @@ def _name(result: TargetResult) -> str:
 
 
 def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
-    for breach in result.breaches[:_SHOWN]:
+    breaches = (*result.breaches, *result.ignored)
+    for breach in breaches[:_SHOWN]:
         yield f"  {breach.budget}", f"{escape_control(breach.where)}: {escape_control(breach.what)}"
-    if len(result.breaches) > _SHOWN:
-        yield "", f"and {len(result.breaches) - _SHOWN} more"
+    if len(breaches) > _SHOWN:
+        yield "", f"and {len(breaches) - _SHOWN} more"
     if result.known:
         yield "  known", _counted([(breach.budget, breach.where) for breach in result.known])
     if result.gone:
@@ -123,13 +124,13 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
 def _alerts(target: TargetResult) -> Iterator[Alert]:
     name = _name(target)
     model = SourceLine(model_file(target.target), 1)
-    for breach in (*target.breaches, *target.known):
+    for breach in (*target.breaches, *target.ignored, *target.known):
         accepted = breach in target.known
         yield Alert(
             code=breach.budget,
             title=title_of(breach.budget, "budget exceeded"),
             level=breach.severity,
-            fails=not accepted,
+            fails=breach in target.breaches,
             case=name,
             site=breach.where,
             cause=escape_control(breach.what),
