@@ -503,7 +503,7 @@ def _scales(advice: ScaleAdvice, dtype: str, every: int) -> Section:
             f"{row.flushed:.2%}",
             "#" * round(row.flushed * _BAR),
             str(row.overflowing) if row.overflowing else "",
-            "suits" if advice.low <= row.exponent <= advice.high else "",
+            "in the window" if advice.low <= row.exponent <= advice.high else "",
         )
         for row in advice.rows[::every]
     ]
@@ -522,7 +522,7 @@ def _layers(advice: ScaleAdvice, count: int) -> Section:
         )
         for layer in sorted(advice.layers, key=lambda layer: layer.high - layer.low)[:count]
     ]
-    heads = ("layer", "largest", "flushed", "suits", "overflows first")
+    heads = ("layer", "largest", "flushed", "window", "overflows first")
     table = tabulate(heads, rows, left=("overflows first",))
     return Section((table,), f"Layers with the least room, of {len(advice.layers)}")
 
