@@ -2,6 +2,10 @@
 
 Opcodes are those of the pickle module (protocols 2 to 4, what torch.save writes of state dicts and training
 checkpoints). What a pickle would import is looked up in a table of names that stand for inert values.
+
+``torch.load(weights_only=True)`` is no substitute: it reads no pickle of protocol 4, refuses a checkpoint
+for one quantized tensor, hashes the keys that the file chooses, and would have to run in a confined
+process, whose import of torch takes longer than reading the file.
 """
 
 from __future__ import annotations
