@@ -29,6 +29,7 @@ from ampaudit.linter.flow.state import (
     HALVED_IN_LOOP,
     PERHAPS,
     UNKNOWN_GRADIENTS,
+    AccumulatedGradients,
     PerhapsHalf,
     Phase,
     flattened,
@@ -347,6 +348,9 @@ def optimizer_method(
             state.gradients = UNKNOWN_GRADIENTS
             state.reach(Phase.FRESH)
         interpreter.record(OptimizerStep, node, optimizer, interpreter.autocast)
+        contributions = state.gradients.known
+        if contributions and not any(item.scaler for item in contributions):
+            state.gradients = AccumulatedGradients()  # what is left of them is no other step's loss
         state.reach(Phase.BYPASSED)
     elif name == "zero_grad":
         zero_gradients(interpreter, node, optimizer.key)

@@ -387,24 +387,29 @@ def _half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake
     script = flow.linked.main
     if "float16" not in script.text and "half" not in script.text:
         return
-    dtypes = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
-    for node in script.of_type(ast.AugAssign) if dtypes else ():
-        if not isinstance(node.op, ast.Add):
-            continue
-        if isinstance(node.target, ast.Subscript) and any(
-            isinstance(part, ast.Slice) for part in ast.walk(node.target.slice)
-        ):
-            continue  # a region, of which each element may get few numbers
+    totals = {item.name: item.value for item in script.assignments if _dtype(script, item.value)}
+    for node in script.of_type(ast.AugAssign) if totals else ():
+        index = node.target.slice if isinstance(node.target, ast.Subscript) else None
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
-        if name in dtypes:
-            largest = "256" if dtypes[name] == "bfloat16" else "2048"
+        if name not in totals or not isinstance(node.op, ast.Add):
+            continue
+        if index is None or _names_element(totals[name], index):  # a region's elements may get few numbers
+            dtype = _dtype(script, totals[name])
+            largest = "256" if dtype == "bfloat16" else "2048"
             yield Mistake(
                 node,
-                f"this total is {dtypes[name]} and rounded at each addition: above {largest} times what is "
+                f"this total is {dtype} and rounded at each addition: above {largest} times what is "
                 "added, it stands still",
                 "keep the total in float32",
                 certainty=Certainty.LIKELY,
             )
+
+
+def _names_element(tensor: ast.expr, index: ast.expr) -> bool:
+    """Return whether an index names one element, as the tensor is made with a single size."""
+    sizes = tensor.args if isinstance(tensor, ast.Call) else []
+    single = len(sizes) == 1 and isinstance(sizes[0], ast.Constant | ast.Name | ast.Attribute)
+    return single and not any(isinstance(part, ast.Slice) for part in ast.walk(index))
 
 
 def _dtype(script: Script, value: ast.expr) -> str:
