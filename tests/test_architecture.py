@@ -152,6 +152,13 @@ def test_files_are_checked_by_a_process_without_torch() -> None:
     assert not any(name.split(".")[0] == "torch" for name in loaded_with("ampaudit.export.onnx.check"))
 
 
+def test_a_plain_scan_loads_nothing_of_other_modes() -> None:
+    modes = ("audit.advi", "audit.proofs", "audit.sweep", "bounds", "run.backward.gradients", "run.against.r")
+    loaded = loaded_with("ampaudit.cli.scan_command") | loaded_with("ampaudit.audit.scan")
+    for module in sorted(loaded & MODULES.keys()):
+        assert not module.removeprefix("ampaudit.").startswith(modes), f"{module} is loaded by a plain scan"
+
+
 def exported(module: str) -> set[str]:
     """What a module exports of its own; packages hand on what their modules export."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))

@@ -232,6 +232,14 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         Any, Option("Audit OTHER instead, with MODEL as its reference.", metavar="OTHER", file=False)
     ] = None
 
+    @property
+    def first_sizes(self) -> dict[str, int] | None:
+        """Sizes to load the model with; ``None`` without a sweep."""
+        if not self.sweep:
+            return None
+        axis, values = parse_sweep(self.sweep)
+        return {axis: values[0]}
+
     def check(self) -> None:
         """Raise early for options that are invalid or that contradict each other."""
         from ampaudit.run.backends import parse_contract

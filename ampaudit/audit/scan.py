@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 import psutil
 import torch
 
-from ampaudit.audit.advise import advised
 from ampaudit.audit.checks import ALL_CHECKS, run_checks
 from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.model_code import against_report
@@ -17,9 +16,7 @@ from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
 from ampaudit.audit.instruments import checks_of, requested
-from ampaudit.audit.proofs import compare_with_run, prove, static_audit, stressed
 from ampaudit.audit.scan_report import build_report, changed_verdicts
-from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
@@ -31,10 +28,8 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
-from ampaudit.run.against.reference import ReferenceModel
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.backends import ContractBackend, parse_contract
-from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.share import ALONE, Share
@@ -126,7 +121,7 @@ def scan(
     policies = policies_of(config.policy if policy is None else policy)
     loading = source or SourceConfig(seed=config.seed, train=config.backward)
     if config.sweep and isinstance(loading, SourceConfig):
-        loading = loading.changed(input_sizes=first_sizes(config))
+        loading = loading.changed(input_sizes=config.first_sizes)
     opened = as_source(model, inputs, batches, loading)
     if config.against is not None:
         opened = beside(
@@ -161,7 +156,11 @@ def scan_policies(
         return [each.report for each in audit_policies(sized, policies, config, session)]
 
     with using_twins(config.twins):
-        return swept(source, config, reports_on) if config.sweep else reports_on(source)
+        if not config.sweep:
+            return reports_on(source)
+        from ampaudit.audit.sweep import swept
+
+        return swept(source, config, reports_on)
 
 
 @preserved()
@@ -227,10 +226,14 @@ def _configured(
 def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
     """Add the reference, the loss scale and the recorders, which depend on the policy."""
     if source.reference is not None:
+        from ampaudit.run.against.reference import ReferenceModel
+
         other = source.reference
         reference = ReferenceModel(other.model, other.batches, run_config, source.places)
         run_config = replace(run_config, against=reference)
     if config.backward:
+        from ampaudit.run.backward.gradients import GradientAudit
+
         scale = _loss_scale(run_config, config)
         run_config = replace(run_config, recorders=(GradientAudit,), functional=True, loss_scale=scale)
     for instrument in requested(config):
@@ -243,6 +246,8 @@ def _run(
 ) -> tuple[list[Audit], list[Audit | None]]:
     """Run all configurations; of an execution contract, also without it."""
     if config.static:
+        from ampaudit.audit.proofs import static_audit
+
         return [static_audit(source, each) for each in run_configs], [None] * len(run_configs)
     usual = []
     if parse_contract(config.contract).words:
@@ -263,8 +268,11 @@ def _report(
 ) -> Report:
     """Return the report of an audit; ``usual`` is the audit without an execution contract."""
     form, instruments = run_config.number_format, requested(config)
-    proving = config.prove or config.static or config.stress > 0
-    table = prove(audit, source.batches, run_config, config) if proving else None
+    table = None
+    if config.prove or config.static or config.stress > 0:
+        from ampaudit.audit.proofs import compare_with_run, prove
+
+        table = prove(audit, source.batches, run_config, config)
     context = context_of(audit, form, config, table)
     if table is not None and not config.static and usual is None:
         compare_with_run(context, source.batches)
@@ -273,6 +281,8 @@ def _report(
     findings, combined = suppressed(findings, hiding), None
     advising = (config.advise or config.diff) and not config.ranges and not config.static
     if advising:
+        from ampaudit.audit.advise import advised
+
         findings, combined = advised(findings, source, run_config, context, config, hiding, on_progress)
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
@@ -295,7 +305,11 @@ def _report(
     if usual is not None:
         before = context_of(usual, form, config.changed(contract=""))
         report = replace(report, changed=changed_verdicts(before, context, report))
-    stress = config.stress > 0 and not config.static
+    if config.stress > 0 and not config.static:
+        from ampaudit.audit.proofs import stressed
+
+        inputs = stressed(source, audit, run_config, context, config, on_progress)
+        report = replace(report, stressed=inputs)
     reference = source.reference
     return replace(
         report,
@@ -304,7 +318,6 @@ def _report(
         combined=combined,
         advised=advising,
         sections={each.name: measuring(each).section(audit, form) for each in instruments},
-        stressed=stressed(source, audit, run_config, context, config, on_progress) if stress else (),
     )
 
 

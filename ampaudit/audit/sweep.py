@@ -19,18 +19,10 @@ from ampaudit.report.model import Report, SiteReport
 from ampaudit.run.extreme_value import MIN_SIZES, crossing_of
 from ampaudit.source import ModelSource
 
-__all__ = ["first_sizes", "swept"]
+__all__ = ["swept"]
 
 CODE = "AMP120"
 _MAX_SITES = 10
-
-
-def first_sizes(config: ScanConfig) -> dict[str, int] | None:
-    """Return the sizes to load a model with; ``None`` without a sweep."""
-    if not config.sweep:
-        return None
-    axis, values = parse_sweep(config.sweep)
-    return {axis: values[0]}
 
 
 def swept(

@@ -158,9 +158,7 @@ def audited(
         advise = config.advise or options["advise_policy"] is not None
         config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
         config.check()
-        from ampaudit.audit.sweep import first_sizes
-
-        loading = loading.changed(input_sizes=first_sizes(config))
+        loading = loading.changed(input_sizes=config.first_sizes)
         source = load_source(location, loading, limited=config.memory is not None)
         from ampaudit.audit.scan import as_converted, scan_policies
 

@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, ratio_db
@@ -27,6 +26,9 @@ from ampaudit.run.record import Origin, RunRecord, StepObservation
 from ampaudit.run.weights import WeightRange, weight_ranges
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow, ParameterUse, parameter_use
+
+if TYPE_CHECKING:
+    from ampaudit.bounds import BoundTable
 
 __all__ = [
     "HANDS_ON",
