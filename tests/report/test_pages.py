@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from ampaudit.training.config import TrainConfig
 from ampaudit.training.train import train
 from tests.support.paths import ROOT
 
-# those that reading finds have tests of their own: test_lint.py
+# the pages of lint have tests of their own: tests/linter/test_rules.py
 PAGES = {code: page for code, page in all_pages().items() if not code.startswith(LINTED)}
 
 
@@ -75,7 +76,10 @@ def test_a_check_fires_on_its_bad_example(
 ) -> None:
     report = scanned(page.bad, tmp_path, monkeypatch)
     found = [f for f in report.findings if f.code == page.code]
-    assert found, [(f.code, f.site, f.cause) for f in report.findings]
+    said = [(f.code, f.site, f.cause) for f in report.findings]
+    assert found, (
+        f"{page.code} must fire on the bad example of report/pages/{page.code}.md; what fires: {said}"
+    )
     assert found[0].severity == page.severity, found[0]
     assert found[0].kind == page.kind
     training = {f"AMP{n}" for n in range(711, 716)}  # one loop can have several of these at once
@@ -89,17 +93,22 @@ def test_a_check_is_silent_on_its_good_example(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = scanned(page.good, tmp_path, monkeypatch)
-    assert page.code not in [f.code for f in report.findings]
+    fired = [(f.site, f.cause) for f in report.findings if f.code == page.code]
+    assert not fired, f"{page.code} fires on the good example of its page: {fired}"
     graver = [f for f in report.findings if f.severity != "note" and f.suppressed is None]
     assert not graver, f"narrow the check, or change the example: {[(f.code, f.cause) for f in graver]}"
 
 
 def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> None:
     checks = [check.code for check in (*ALL_CHECKS, *checks_of(instruments()))]
-    assert len(checks) == len(set(checks))
+    assert len(checks) == len(set(checks)), "two checks have the same code"
     causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
     beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
-    assert set(PAGES) == set(checks) | causes | beside
+    codes = set(checks) | causes | beside
+    assert not codes - set(PAGES), "write report/pages/CODE.md for each of these codes"
+    assert not set(PAGES) - codes, (
+        "add each of these codes to CHECKS of a module in audit/checks/, or remove its page"
+    )
 
 
 def test_a_check_that_raises_is_reported_and_hides_nothing(
@@ -117,9 +126,10 @@ def test_a_check_that_raises_is_reported_and_hides_nothing(
     assert "and more" not in crash.cause
 
 
-def test_the_readme_counts_them() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{len(all_pages())} codes" in readme
+@pytest.mark.parametrize("name", ["README.md", "docs/levels.md"])
+def test_the_documentation_counts_them(name: str) -> None:
+    counts = re.findall(r"(\d+) codes", (ROOT / name).read_text(encoding="utf-8"))
+    assert counts == [str(len(all_pages()))], f"write the number of pages in {name}"
 
 
 def test_explain_prints_a_page_and_the_list(cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
