@@ -1,3 +1,3 @@
-"""Renders documents as terminal text, JSON, HTML, Markdown, SARIF, JUnit, GitHub annotations or CSV."""
+"""Renders documents in the formats of ``render.FORMAT_REGISTRY``."""
 
 from __future__ import annotations

@@ -262,13 +262,20 @@ def check_html(text: str) -> None:
 
 
 CHECKS = {
-    "text": check_text, "github": check_github, "csv": check_csv, "json": check_json, "junit": check_xml,
-    "sarif": check_sarif, "markdown": check_markdown, "html": check_html,
-}  # fmt: skip
+    "text": check_text,
+    "github": check_github,
+    "csv": check_csv,
+    "json": check_json,
+    "junit": check_xml,
+    "sarif": check_sarif,
+    "markdown": check_markdown,
+    "html": check_html,
+}
 
 
 def check(document: Document) -> None:
     for form in formats_of(document.kind):
+        assert form in CHECKS, f"add a reader of {form} that is not ours to CHECKS"
         CHECKS[form](as_file(document, form))
 
 
