@@ -209,8 +209,9 @@ def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
     }
     known |= {f"help-{name.replace(' ', '-')}.txt" for name, _ in helps(main, "ampaudit")}
     files = {path.name for path in GOLDEN.iterdir()}
-    assert not known - files, "run pytest tests -k golden --refresh-golden, which writes these files"
-    assert not files - known, "delete these files, or add them to `known` in this test"
+    missing, left_over = sorted(known - files), sorted(files - known)
+    assert not missing, f"run pytest tests -k golden --refresh-golden, which writes {missing}"
+    assert not left_over, f"delete these files, or add them to `known` in this test: {left_over}"
 
 
 def test_a_finding_of_a_later_version_can_be_shown() -> None:

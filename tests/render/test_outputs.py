@@ -488,7 +488,8 @@ def test_the_documented_table_of_formats_is_right() -> None:
         for line in text.splitlines()
         if line[:3] == "| `"
     ]
-    assert {row[0].strip("`") for row in rows} == OUTPUT_FORMATS.keys()
+    formats = {row[0].strip("`") for row in rows}
+    assert formats == OUTPUT_FORMATS.keys(), "docs/reports.md: give each format a row of the table"
     kinds = ("scan", "comparison", "training", "check", "plan", "bench", "lint", "diff", "tuning")
     for row in rows:
         form = row[0].strip("`")

@@ -105,10 +105,9 @@ def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> No
     causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
     beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
     codes = set(checks) | causes | beside
-    assert not codes - set(PAGES), "write report/pages/CODE.md for each of these codes"
-    assert not set(PAGES) - codes, (
-        "add each of these codes to CHECKS of a module in audit/checks/, or remove its page"
-    )
+    without_page, without_check = sorted(codes - set(PAGES)), sorted(set(PAGES) - codes)
+    assert not without_page, f"write a page in report/pages/ for each of {without_page}"
+    assert not without_check, f"add a Check to CHECKS in audit/checks/, or remove the page: {without_check}"
 
 
 def test_a_check_that_raises_is_reported_and_hides_nothing(
