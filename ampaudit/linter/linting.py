@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -272,10 +273,13 @@ def _analyze_block(
                 block = rest
                 continue
             linted.was_read |= block.is_example
+        except ScriptTooLong as error:
+            linted.unread.append(UnreadFile(linted.path, 1, str(error)))
         except Exception as error:  # a bug of ours must not hide what is found in other files
-            reason = f"internal error: {type(error).__name__}: {first_line(error)}; please report it"
-            reason = str(error) if isinstance(error, ScriptTooLong) else reason
-            linted.unread.append(UnreadFile(linted.path, 1, reason))
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(last.filename).name}, line {last.lineno}"
+            what = f"{type(error).__name__}: {first_line(error)} ({place})"
+            linted.unread.append(UnreadFile(linted.path, 1, f"internal error: {what}; please report it"))
         return block, analysis
 
 

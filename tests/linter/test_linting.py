@@ -6,14 +6,20 @@ import ast
 import codecs
 import encodings.aliases
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampaudit.linter.diagnostic import Mistake
+from ampaudit.linter.flow.events import ScriptFollowed
+from ampaudit.linter.flow.interpreter import Interpreter, LintRule
 from ampaudit.linter.linting import lint_file
+from ampaudit.linter.rules import RULES
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import Unreadable, decode
 from tests.linter.corpora import Script
@@ -45,6 +51,18 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, reason:
         assert re.search(reason.replace("(Python 2?)", r"\(Python 2\?\)"), unread.reason), unread.reason
         assert "\n" not in unread.reason
         assert "internal error" not in unread.reason
+
+
+def test_a_rule_that_crashes_is_reported_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+        raise AttributeError(f"on purpose, {len(followed.events)} events")
+        yield
+
+    monkeypatch.setitem(cast("dict[type, Any]", RULES), ScriptFollowed, [LintRule("AMP801", broken, False)])
+    (unread,) = lint(CORRECT[0].source).unread
+    assert re.search(
+        r"internal error: AttributeError: on purpose, .* \(test_linting\.py, line \d+\)", unread.reason
+    )
 
 
 def test_a_file_may_declare_any_codec_that_python_knows() -> None:
