@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ampaudit.instruments import NAMES
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "ampaudit"
@@ -96,19 +97,19 @@ def imports_of(module: str, *, when_loaded: bool = False) -> frozenset[str]:
     return frozenset(found - {module})
 
 
-def loaded_with(module: str) -> set[str]:
-    """Everything that importing a module loads: ours, and the top packages of others."""
-    found: set[str] = set()
-    pending = [module]
+def way_to_torch(module: str) -> str:
+    """The imports by which a module loads torch, as ``a -> b -> torch``; empty if it does not."""
+    ways, pending = {module: module}, [module]
     while pending:
         name = pending.pop()
-        if name in found:
-            continue
-        found.add(name)
+        if name.split(".")[0] == "torch":
+            return ways[name]
         if name in MODULES:
-            pending += imports_of(name, when_loaded=True)
-            pending += [name.rpartition(".")[0]] if "." in name else []
-    return found
+            parents = {name.rpartition(".")[0]} if "." in name else set()
+            for other in sorted((imports_of(name, when_loaded=True) | parents) - ways.keys()):
+                ways[other] = f"{ways[name]} -> {other}"
+                pending.append(other)
+    return ""
 
 
 def test_every_room_has_a_floor() -> None:
@@ -144,12 +145,21 @@ def test_no_module_needs_itself() -> None:
 @by_room([name for name in INNER if room_of(name) in WITHOUT_TORCH])
 def test_torch_is_not_loaded(modules: list[str]) -> None:
     for module in modules:
-        assert not any(name.split(".")[0] == "torch" for name in loaded_with(module)), module
+        way = way_to_torch(module)
+        assert not way, f"a module of this room loads torch; import it in the function that needs it: {way}"
+
+
+def test_instruments_are_declared_without_torch() -> None:
+    folders = {name.split(".")[2] for name in INNER if name.startswith("ampaudit.instruments.")}
+    assert folders == set(NAMES), "add each folder to NAMES in instruments/__init__.py"
+    for name in NAMES:
+        way = way_to_torch(f"ampaudit.instruments.{name}")
+        assert not way, f"an instrument's __init__.py loads torch; only measuring.py may: {way}"
 
 
 def test_files_are_checked_by_a_process_without_torch() -> None:
     """It starts while the file is run elsewhere: to load torch would take longer than the check."""
-    assert not any(name.split(".")[0] == "torch" for name in loaded_with("ampaudit.export.onnx.check"))
+    assert not way_to_torch("ampaudit.export.onnx.check")
 
 
 def test_a_plain_scan_loads_nothing_of_other_modes() -> None:
