@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,15 @@ def test_what_a_run_computes_is_inside(name: str, policy: str, dtype: str) -> No
     for low, high in ((-1.0, 1.0), (-300.0, 20.0), (5.0, 5.0), (0.0, 6e4)):
         table = table_of(traced, shape, low, high, dtype)
         check(traced, table, ([x] for x in extreme_values(shape, low, high, 7)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_op_of_a_case_has_a_bound(name: str) -> None:
+    """Otherwise, any result would be inside."""
+    table = table_of(*traced_case(name, "half", "float16"), 0.25, 1.0, "float16")
+    assert not table.failed
+    assert not table.uncovered, "no transfer function, or one that has not read the arguments after 'with'"
+    assert not [site for site, limit in table.bounds.items() if not math.isfinite(limit.peak)]
 
 
 @pytest.mark.parametrize("groups", [1, 3])
