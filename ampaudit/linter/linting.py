@@ -49,7 +49,7 @@ __all__ = ["LintedFile", "available_cores", "lint_bytes", "lint_file", "lint_fil
 
 _FILES_AT_ONCE = 16  # that a process gets together
 _MANY_FILES = 64  # from which several processes are faster
-_PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+_PARSE_ERRORS = (SyntaxError, RecursionError, MemoryError)
 _Task: TypeAlias = tuple[Path, RuleSelection, bool]  # and whether to fix the file
 
 
@@ -283,11 +283,9 @@ def _analyze_block(
         return block, analysis
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: SyntaxError | RecursionError | MemoryError) -> str:
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply to be read"
-    if not isinstance(error, SyntaxError):
-        return str(error).splitlines()[0]
     reason = error.msg.splitlines()[0]
     old = "Missing parentheses in call to 'print'" in reason or "multiple exception types" in reason
     return f"not valid Python: {reason}" + (" (Python 2?)" if old else "")

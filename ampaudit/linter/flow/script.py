@@ -301,7 +301,7 @@ def parse(text: str) -> ast.Module:
 
     Raises:
         ScriptTooLong: The text has too many tokens.
-        SyntaxError, ValueError, RecursionError, MemoryError: The text cannot be parsed.
+        SyntaxError, RecursionError, MemoryError: The text cannot be parsed.
     """
     import gc
     import warnings
@@ -314,6 +314,8 @@ def parse(text: str) -> ast.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escapes
             return ast.parse(text)
+    except ValueError as error:  # a null byte in older versions of Python, half of a surrogate pair
+        raise SyntaxError(str(error)) from error
     finally:
         if collects:
             gc.enable()
