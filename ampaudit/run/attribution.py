@@ -369,7 +369,7 @@ class Probe(Observer):
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Count, pin or inspect decisions and sums."""
         name = step.node.name
-        if step.decides and not call.shared:
+        if step.decides and not call.computed_once:
             counted = differing_choices(reference, value)
             if counted is not None:
                 self._flips[name] = counted[0]

@@ -72,7 +72,7 @@ class WrappedObserver(Observer):
 class StepCall:
     """The resolved arguments of one step, so that observers can call it again."""
 
-    __slots__ = ("_template", "args", "inputs", "kwargs", "resized", "shared", "state")
+    __slots__ = ("_template", "args", "computed_once", "inputs", "kwargs", "resized", "state")
 
     def __init__(
         self,
@@ -80,14 +80,15 @@ class StepCall:
         step: Step,
         reference: Float32Backend,
         backend: Backend,
-        shared: bool,
+        *,
+        computed_once: bool,
     ) -> None:
         self.inputs = inputs
-        self.shared = shared
+        self.computed_once = computed_once  # the two runs make the same call on the same tensors
         self.state: torch.Tensor | None = None  # random state before the call, if it draws random numbers
         self.resized: str | None = None  # sizes that the 16-bit run's own choices would have produced
         self._template = reference.arguments(step)
-        args, kwargs = (reference if shared else backend).arguments(step)
+        args, kwargs = (reference if computed_once else backend).arguments(step)
         self.args, self.kwargs = resolved(args, inputs, 1), resolved(kwargs, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -206,7 +207,7 @@ class LockStep:
             references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
-                values[step.node] = self._advance(step, inputs_of, reference, rng_state, observer)
+                values[step.node] = self._run_step(step, inputs_of, reference, rng_state, observer)
                 del inputs_of
                 for node in step.frees:
                     pair = values.pop(node, None)
@@ -253,7 +254,7 @@ class LockStep:
             shared.offer(step, self.program, args, kwargs, result)
         return result
 
-    def _advance(
+    def _run_step(
         self,
         step: Step,
         inputs: dict[fx.Node, Pair],
@@ -261,17 +262,17 @@ class LockStep:
         state: torch.Tensor | None,
         observer: Observer,
     ) -> Pair:
-        shared = self._reference_only or (
+        computed_once = self._reference_only or (
             not self._converted_only
             and not self._rounds(step)
             and not (step.site is not None and step.site.original_args)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
         )
-        call = StepCall(inputs, step, self._reference, self.backend, shared)
+        call = StepCall(inputs, step, self._reference, self.backend, computed_once=computed_once)
         call.state = state
         reference = self._unaliased(step, call, reference)
-        if shared:
+        if computed_once:
             value = reference
         else:
             if state is not None:
@@ -446,7 +447,7 @@ def call_on_path(
         if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
             return call, result
         sizes = shape_of(result)
-    call = StepCall(_with_fp32_choices(call.inputs), step, float32, backend, shared=False)
+    call = StepCall(_with_fp32_choices(call.inputs), step, float32, backend, computed_once=False)
     call.resized = sizes
     result = backend.call(step, call.args, call.kwargs)
     if _shapes(reference) != _shapes(result):

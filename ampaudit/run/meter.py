@@ -108,7 +108,7 @@ class Meter(Observer):
         """Measure a step's outputs."""
         self._note_gaps(step)
         self.path.observe(step, reference, call)
-        if step.decides and step.site is not None and not call.shared:
+        if step.decides and step.site is not None and not call.computed_once:
             counted = differing_choices(reference, value)
             if counted is not None:
                 self._choices.append((step.site.id, *counted))
@@ -127,7 +127,7 @@ class Meter(Observer):
                 bad |= self._measure_pair(step, first, second)
         if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
             self._inside_rows.append((step.site.id, peak))
-        if self.local and step.low_precision and not call.shared and not bad:
+        if self.local and step.low_precision and not call.computed_once and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))

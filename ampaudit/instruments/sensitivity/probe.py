@@ -382,7 +382,7 @@ class ErrorTape(Tape):
             self.steps.append(TapeEntry(step, inputs, True, call.state))
             if is_mark(step.target):
                 self.marks.append(self.steps[-1])
-        if step.low_precision and step.makes_values and not call.shared and not step.mutates:
+        if step.low_precision and step.makes_values and not call.computed_once and not step.mutates:
             self.errors[step.node] = self._error(step, result, call)
         return result
 

@@ -394,7 +394,7 @@ class BackwardPass:
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
         references = vjp(entry, 0, self._reference, nodes, first)
-        same = entry.shared and all(a is b for a, b in zip(first, second, strict=True))
+        same = entry.computed_once and all(a is b for a, b in zip(first, second, strict=True))
         if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in nodes):
             values = references
         else:

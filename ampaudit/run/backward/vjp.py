@@ -200,13 +200,13 @@ class TapeEntry:
 
     Attributes:
         inputs: Pairs of operands, by node.
-        shared: Whether both runs made the same call on the same tensors.
+        computed_once: Whether both runs made the same call on the same tensors.
         state: Random state before the call, if it draws random numbers.
     """
 
     step: Step
     inputs: dict[fx.Node, Pair]
-    shared: bool
+    computed_once: bool
     state: torch.Tensor | None
 
 
@@ -227,10 +227,10 @@ class Tape(WrappedObserver):
         """Record the step."""
         result = super().observe(step, reference, value, call)
         if is_mark(step.target):
-            self.marks.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
+            self.marks.append(TapeEntry(step, dict(call.inputs), call.computed_once, call.state))
             self.steps.append(self.marks[-1])
         elif step.node in self._needed and (step.differentiable or unseen_write(step)):
-            self.steps.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
+            self.steps.append(TapeEntry(step, dict(call.inputs), call.computed_once, call.state))
         return result
 
 
