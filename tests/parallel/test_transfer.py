@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ampaudit.core.errors import AuditError, InputError, RunFailed
 from ampaudit.core.sites import SiteId
@@ -109,3 +109,12 @@ def test_a_record_that_cannot_be_read_is_the_error_of_all(
     assert "rank 1: " in str(first)
     assert [str(error) for error in others] == [str(first)] * (RANKS - 1)
     assert not isinstance(first, RunFailed)
+
+
+def test_an_entry_may_be_larger_than_a_value_of_the_store() -> None:
+    """A pipeline's state of 20 MB once ended the connection."""
+    board = Board(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    data = bytes(range(256)) * 80_000
+    board.put("state", data)
+    assert board.take("state") == data
+    assert not board.has("state")
