@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -87,7 +87,7 @@ class RankShare(CommandShare):
         self._monitor = RankMonitor(board, rank, count)
         self.follows = rank > 0
         self._passes = self._answers = self._gathers = 0
-        self._moves_before = 0  # progress of each rank in earlier passes
+        self._batches_before = 0  # those of earlier passes
 
     def describe(self, location: str, identity: Identity) -> None:
         """Set what this rank audits."""
@@ -96,14 +96,13 @@ class RankShare(CommandShare):
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this rank runs a batch, after a check of the other ranks."""
-        self._board.moved(self.rank)
-        if self._monitor.is_due():
-            self._check_others(self._passes + 1)
+        self._board.add(f"batches/{self.rank}")
+        self.check_others()
         return number % self.count == self.rank
 
     def progress_of(self, phase: str) -> str:
         """Add the batch that each other rank has reached; a range for many ranks."""
-        at = [max(moves - self._moves_before, 0) for moves in self._monitor.progress()]
+        at = [max(batches - self._batches_before, 0) for batches in self._monitor.batches()]
         if not at:
             return phase
         words = f"{min(at)} to {max(at)}" if len(at) > _MAX_SHOWN else ", ".join(map(str, at))
@@ -123,11 +122,10 @@ class RankShare(CommandShare):
             return self._send(local)
         parts, total = [part], self.about[1].batches
         for rank in range(1, self.count):
-            data = self._wait_for(
-                f"{self._passes}/{rank}", rank, lambda: progress(self.progress_of(phase), total - 1, total)
-            )
-            parts.append(part_from_json(data, f"rank {rank}"))
-        self._moves_before += total
+            key = f"{self._passes}/{rank}"
+            self._wait_for(key, rank, lambda: progress(self.progress_of(phase), total - 1, total))
+            parts.append(part_from_json(self._board.get(key), f"rank {rank}"))
+        self._batches_before += total
         try:
             raise_first(part.failure for part in parts)
             totals = joined_in_order(self._receive(parts, local))
@@ -207,7 +205,9 @@ class RankShare(CommandShare):
 
     def exit_code(self) -> int:
         """Wait for rank 0's exit code."""
-        code = int(self._wait_for("exit", 0))
+        with suppress(PartDone):
+            self._wait_for("exit", 0)
+        code = int(self._board.get("exit"))
         self._board.put(f"left/{self.rank}", b"")
         return code
 
@@ -224,19 +224,19 @@ class RankShare(CommandShare):
         thread.join(_SIGNAL_SECONDS)  # the store may not answer
 
     def _tell(self, answer: _Answer) -> None:
-        """Send an answer to all ranks, and restart their time limits."""
-        self._monitor.restart()
+        """Send an answer to all ranks."""
         self._answers += 1
         self._board.put(f"answer/{self._answers}", _ANSWER.dump_json(answer, exclude_defaults=True))
 
     def _next_answer(self) -> _Answer:
         self._answers += 1
-        answer = _ANSWER.validate_json(self._wait_for(f"answer/{self._answers}", 0))
+        self._wait_for(f"answer/{self._answers}", 0)
+        answer = _ANSWER.validate_json(self._board.get(f"answer/{self._answers}"))
         if answer.failure is not None:
             raise answer.failure.as_error()
         return answer
 
-    def _wait_for(self, key: str, rank: int, show: Callable[[], None] = lambda: None) -> bytes:
+    def _wait_for(self, key: str, rank: int, show: Callable[[], None] = lambda: None) -> None:
         """Wait for an entry from a rank, and call ``show`` meanwhile to display progress.
 
         Raises:
@@ -246,31 +246,28 @@ class RankShare(CommandShare):
         """
         while not self._board.has(key):
             if self._monitor.is_due():
-                self._check_others(self._passes, rank)
+                self._check(rank)
                 show()
             time.sleep(_POLL_SECONDS)
         if rank > 0:
             self._monitor.compare(rank)
-        return self._board.get(key)
 
-    def _check_others(self, number: int, awaited: int = 0) -> None:
-        """Check rank 0 and the awaited rank; on rank 0, check all that still work on the pass."""
-        ranks = {awaited}
-        if self.rank == 0:
-            ranks |= {rank for rank in range(1, self.count) if not self._board.has(f"{number}/{rank}")}
-        elif self._board.has("exit"):
+    def check_others(self) -> None:
+        """Check other ranks, at most twice a second; see ``Share``."""
+        if self._monitor.is_due():
+            self._check()
+
+    def _check(self, awaited: int = 0) -> None:
+        """Count progress, and check rank 0 and the awaited rank; rank 0 checks all.
+
+        So a rank that waits counts as one that makes progress.
+        """
+        self._board.add(f"moved/{self.rank}")
+        if self.rank > 0 and self._board.has("exit"):
             raise PartDone
-        for rank in sorted({0, *ranks} - {self.rank}):
-            self._monitor.check(rank)
-
-
-@dataclass(slots=True)
-class _RankState:
-    """The last counters of a rank, and when they changed."""
-
-    counters: tuple[int, int] = (0, 0)
-    alive: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
+        for rank in sorted({0, awaited}) if self.rank > 0 else range(self.count):
+            if rank != self.rank:
+                self._monitor.check(rank)
 
 
 class RankMonitor:
@@ -281,7 +278,8 @@ class RankMonitor:
         self._others = [other for other in range(count) if other != rank]
         self._hung = rank_timeout()
         self._lost = min(_LOST_SECONDS, self._hung)
-        self._states: dict[int, _RankState] = {}
+        self._changes: dict[str, tuple[int, float]] = {}  # values of counters, and when they changed
+        self._batches: dict[int, int] = {}
         self._identity: Identity | None = None
         self._alike: set[int] = set()
         self._last_check = 0.0
@@ -299,13 +297,9 @@ class RankMonitor:
         self._last_check = now
         return True
 
-    def restart(self) -> None:
-        """Restart the time limits of all ranks, after they have waited for this one."""
-        self._states.clear()
-
-    def progress(self) -> list[int]:
-        """Return the progress counter of each rank checked so far."""
-        return [status.counters[1] for _, status in sorted(self._states.items())]
+    def batches(self) -> list[int]:
+        """Return the number of batches that each rank checked so far has begun."""
+        return [number for _, number in sorted(self._batches.items())]
 
     def check(self, rank: int) -> None:
         """Check a rank that is at work.
@@ -317,24 +311,25 @@ class RankMonitor:
         if failure := self._failure(rank):
             raise RankLost(f"rank {rank}: {failure}", hint="run it alone, with --debug, to see more")
         self.compare(rank)
-        status, now = self._states.setdefault(rank, _RankState()), time.monotonic()
-        counters = self._board.counters(rank)
-        if counters[0] != status.counters[0]:
-            status.alive = now
-        if counters[1] != status.counters[1]:
-            status.moved = now
-        status.counters = counters
+        self._batches[rank] = self._board.add(f"batches/{rank}", 0)
         if self._board.has(f"signal/{rank}"):
             _raise_lost(rank, "was terminated")
         if self._board.is_gone(rank):
             _raise_lost(rank, "has ended")
-        if not status.counters[0]:
-            if now - status.alive > self._hung:
-                _raise_lost(rank, f"has not started within {self._hung:.0f} s")
-        elif now - status.alive > self._lost:
+        beats, idle = self._idle(f"alive/{rank}")
+        if not beats and idle > self._hung:
+            _raise_lost(rank, f"has not started within {self._hung:.0f} s")
+        if beats and idle > self._lost:
             _raise_lost(rank, f"has given no sign of life for {self._lost:.0f} s")
-        if now - status.moved > self._hung and rank > 0:  # rank 0 has other work besides batches
+        if rank > 0 and self._idle(f"moved/{rank}")[1] > self._hung:  # rank 0 has other work besides batches
             _raise_lost(rank, f"has finished no batch for {self._hung:.0f} s")
+
+    def _idle(self, counter: str) -> tuple[int, float]:
+        """Return the value of a counter, and the seconds since this process saw it change."""
+        value, now = self._board.add(counter, 0), time.monotonic()
+        if counter not in self._changes or self._changes[counter][0] != value:
+            self._changes[counter] = value, now
+        return value, now - self._changes[counter][1]
 
     def why_terminated(self) -> str:
         """Describe which rank's end made the launcher terminate this one; empty if unknown.
@@ -473,32 +468,26 @@ class PipelineShare(RankShare, Route):
         """Wait for the state from the previous rank, and remove it from the board."""
         start, ranks = self._segments.start, range(self.count)
         owner = next(rank for rank in ranks if start - 1 in self._segments_of(rank, self._total))
-        self._wait_for_data(f"state/{call}/{start}", owner)
+        self._wait_for(f"state/{call}/{start}", owner, self._raise_if_stopped)
         return self._board.take(f"state/{call}/{start}")
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Send the state to the next rank after the last segment of this one."""
         if passed == self._segments.stop and passed < count:
             self._board.put(f"state/{call}/{passed}", pack())
-        self._board.moved(self.rank)
 
     def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
         """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
         if not self.ends:
-            self._wait_for_data(key, self.count - 1)
+            self._wait_for(key, self.count - 1, self._raise_if_stopped)
             return table.validate_json(self._board.get(key))
         batches: RepairMasks = again or {}
         self._board.put(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
-        self._board.moved(self.rank)
         return batches
 
-    def _wait_for_data(self, key: str, rank: int) -> None:
-        """Wait for data from a rank; raise if that rank is lost, or if a batch has failed in another one."""
-        self._wait_for(key, rank, self._raise_if_stopped)
-        self._board.moved(self.rank)
-
     def _raise_if_stopped(self) -> None:
+        """Raise the error of a batch that has failed in another rank."""
         for rank in range(self.count):
             key = f"stopped/{self._passes}/{rank}"
             if rank != self.rank and self._board.has(key):
@@ -521,7 +510,7 @@ def rank_timeout() -> float:
 
 
 class Board:
-    """Entries by key in a store of all ranks, and two counters per rank: heartbeats and progress."""
+    """Entries and counters by key in a store of all ranks."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -568,15 +557,10 @@ class Board:
         self._store.delete_key(key)
         return data
 
-    def moved(self, rank: int) -> None:
-        """Increase a rank's progress counter."""
+    def add(self, counter: str, step: int = 1) -> int:
+        """Increase a counter, which starts at 0, and return it."""
         with _store_errors():
-            self._store.add(f"moved/{rank}", 1)
-
-    def counters(self, rank: int) -> tuple[int, int]:
-        """Return a rank's heartbeat and progress counters."""
-        with _store_errors():
-            return self._store.add(f"alive/{rank}", 0), self._store.add(f"moved/{rank}", 0)
+            return self._store.add(counter, step)
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank's process ran on this machine and has ended."""

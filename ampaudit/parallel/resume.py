@@ -73,6 +73,10 @@ class ResumedShare(CommandShare):
         """Return the progress of the inner share."""
         return self._inner.progress_of(phase)
 
+    def check_others(self) -> None:
+        """Check other machines with the inner share."""
+        self._inner.check_others()
+
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
         """Return the saved records of a batch; ``None`` without them.
 

@@ -170,6 +170,7 @@ class _Segmented:
                         f"{self.phase}, segment {segment + 1} of {table.count}", place, len(passages)
                     )
                     self.at = passage.number
+                    self.share.check_others()
                     yield from self._pass(table, segment, passage)
 
     def _pass(

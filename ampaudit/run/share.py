@@ -145,6 +145,14 @@ class Share:
         """Return a phase with the progress of other machines, for display."""
         return phase
 
+    def check_others(self) -> None:
+        """Let other machines know that this one makes progress, and see that they do.
+
+        Raises:
+            AuditError: A machine is lost.
+            PartDone: The machine that writes the report has ended.
+        """
+
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
         """Return the record of a batch under each policy, if it has been run before."""
         del phase, number

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.scan import scan_policies
+from ampaudit.core.session import Session
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.policy import load_policy
 from ampaudit.report.documents import parse_document
 from ampaudit.report.plan import PlannedMemory, PlanReport
+from ampaudit.run.share import Share
+from ampaudit.source.open import open_source
 from tests.support.parallel import run, scanned, without_times
 
 MEMORY = ("--memory", "140kB")
@@ -54,6 +61,26 @@ def test_a_plan_states_the_segments_and_what_waits(folder: Path) -> None:
 def test_a_scan_by_segment_gives_the_same_report(folder: Path) -> None:
     one = without_times(scanned(folder))
     assert without_times(scanned(folder, *MEMORY)) == one
+
+
+class Counting(Share):
+    """A share that counts how often the other machines are checked."""
+
+    checks = 0
+
+    def check_others(self) -> None:
+        self.checks += 1
+
+
+def test_other_machines_are_checked_before_each_batch_of_a_segment(folder: Path) -> None:
+    """Ranks once checked each other only before the first segment, and took a long run for a hung one."""
+    (folder / "deep.py").write_text(DEEP)
+    source = open_source("deep.py", SourceConfig(batches=9))
+    whole, cut = Counting(), Counting()
+    for limit, share in (("1GB", whole), ("200kB", cut)):
+        scan_policies(source, [load_policy("half")], ScanConfig(memory=limit), Session(share=share))
+    assert whole.checks == 9
+    assert cut.checks >= 18
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from ampaudit.core.errors import AuditError, InputError, RunFailed
 from ampaudit.core.sites import SiteId
 from ampaudit.parallel.identity import Identity
-from ampaudit.parallel.ranks import Board, RankShare
+from ampaudit.parallel.ranks import Board, PipelineShare, RankShare
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import Failure, PartRecords, join_parts
@@ -118,3 +119,32 @@ def test_an_entry_may_be_larger_than_a_value_of_the_store() -> None:
     board.put("state", data)
     assert board.take("state") == data
     assert not board.has("state")
+
+
+def test_a_rank_that_waits_for_another_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 once ended a pipeline whose later ranks had nothing to run for as long as the limit."""
+    monkeypatch.setenv("AMPAUDIT_RANK_TIMEOUT", "1")
+    store, over = HashStore(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.1):
+            for rank in range(RANKS):
+                store.add(f"alive/{rank}", 1)
+
+    def pipe(rank: int) -> object:
+        share = PipelineShare(Board(store), rank, RANKS)
+        segment = share.local_segments(RANKS).start
+        share.mine("auditing", 0)
+        if rank == 0:
+            time.sleep(2)  # a long first segment
+        elif share.load("call") != b"state":
+            return None
+        share.save("call", segment + 1, RANKS, lambda: b"state")
+        return share.agreed("auditing", {} if share.ends else None)
+
+    with ThreadPoolExecutor(RANKS + 1) as pool:
+        pool.submit(beat)
+        try:
+            assert list(pool.map(pipe, range(RANKS))) == [{}] * RANKS
+        finally:
+            over.set()
