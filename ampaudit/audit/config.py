@@ -106,6 +106,8 @@ _NEEDS: Mapping[str, Collection[Need]] = {
 
 def check_device(name: str, *, audits: bool = False) -> None:
     """Raise for a device that this machine lacks, or that audits do not support."""
+    if name in ("auto", "cpu"):
+        return
     from ampaudit.run.device import pick_device
 
     pick_device(name, audits=audits)
@@ -242,8 +244,6 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
 
     def check(self) -> None:
         """Raise early for options that are invalid or that contradict each other."""
-        from ampaudit.run.backends import parse_contract
-
         for option, other, need in _conflicts():
             if getattr(self, option) and getattr(self, other):
                 raise UsageError(
@@ -256,7 +256,10 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         if self.loss_scale is not None and not self.backward:
             raise UsageError("--loss-scale scales gradients", hint="add --backward, or leave it out")
         super().check()
-        parse_contract(self.contract)
+        if self.contract:
+            from ampaudit.run.backends import parse_contract
+
+            parse_contract(self.contract)
         for text in self.assume:
             parse_assumption(text)
         if self.sweep:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampaudit.core.source_config import SourceConfig
+from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.core.source_config import (
+    CONFIG_FILE,
+    REHEARSAL,
+    REHEARSAL_ENVIRONMENT,
+    REHEARSAL_IMPORTS,
+    SourceConfig,
+)
 
 if TYPE_CHECKING:
     from ampaudit.source import ModelSource
@@ -24,6 +32,12 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     Raises:
         AuditError: The model cannot be loaded; see ``ampaudit.source``.
     """
+    folder = Path(location)
+    if not config.trust and (folder / CONFIG_FILE).is_file() and not (folder / MANIFEST).is_file():
+        from ampaudit.core.sandbox import prepare_sandbox
+
+        # before this process imports torch, so that the imports of the two take place at the same time
+        prepare_sandbox(REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS)
     from ampaudit.source.open import open_source
 
     if config.stream or limited:

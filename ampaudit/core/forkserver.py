@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from ampaudit.core.confinement import die_with_parent
 
-__all__ = ["ForkedProcess", "start_forked", "start_interpreter"]
+__all__ = ["ForkedProcess", "prepare_forks", "start_forked", "start_interpreter"]
 
 # the package may only be importable from the directory where this process was started; that directory comes
 # last, so that nothing in it shadows another module
@@ -40,6 +40,7 @@ _START = (
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
 _MAX_IDLE = 2  # idle servers to keep
+_NO_PROCESS = (1 << 22) + 1  # above the largest id that Linux gives
 _MAX_MESSAGE = 1 << 20
 _STOP_SECONDS = 5.0
 
@@ -73,7 +74,6 @@ class ForkedProcess:
     """A child of a fork server, with a part of the interface of ``subprocess.Popen``.
 
     Attributes:
-        pid: Id of the process and of its process group.
         returncode: Exit code as in ``Popen``; ``None`` while the process runs.
     """
 
@@ -81,11 +81,16 @@ class ForkedProcess:
         self._connection = connection
         self._replies = connection.makefile("r", encoding="ascii")
         self.returncode: int | None = None
-        line = self._replies.readline()
-        if not line:
-            self._close()
-            raise OSError("the fork server has ended")
-        self.pid = int(line)
+
+    @functools.cached_property
+    def pid(self) -> int:
+        """Id of the process and of its process group; waits until the server has made its imports."""
+        with contextlib.suppress(ConnectionError):
+            if line := self._replies.readline():
+                return int(line)
+        self.returncode = -signal.SIGKILL  # the server was killed
+        self._close()
+        return _NO_PROCESS
 
     def poll(self) -> int | None:
         """Return the exit code, or ``None`` while the process runs."""
@@ -99,7 +104,7 @@ class ForkedProcess:
         Raises:
             TimeoutExpired: The process still runs after ``timeout`` seconds.
         """
-        if self.returncode is None:
+        if self.pid != _NO_PROCESS and self.returncode is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
                 if not selector.select(timeout):
@@ -107,6 +112,7 @@ class ForkedProcess:
             # no reply: the server was killed, and its children with it
             self.returncode = int(self._replies.readline() or -signal.SIGKILL)
             self._close()
+        assert self.returncode is not None
         return self.returncode
 
     def _close(self) -> None:
@@ -155,6 +161,8 @@ class _Server:
 
     def stop(self) -> None:
         self._control.close()
+        if not self._children:  # it may still import
+            self._process.kill()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -174,6 +182,21 @@ def _servers() -> dict[object, _Server]:
 
     atexit.register(stop_all)
     return servers
+
+
+def _key(
+    target: str, imports: Sequence[str], environment: Mapping[str, str]
+) -> tuple[object, tuple[str, ...]]:
+    """Return the key of the server of a target, and what it imports."""
+    imports = (target.partition(":")[0], *imports)
+    return (imports, tuple(sorted(environment.items()))), imports
+
+
+def prepare_forks(target: str, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Start the server that ``start_forked`` will use, so that it makes its imports meanwhile."""
+    servers, key, imports = _servers(), *_key(target, imports, environment)
+    if key not in servers:
+        servers[key] = _Server(imports, environment)
 
 
 def start_forked(
@@ -199,10 +222,8 @@ def start_forked(
     Raises:
         OSError: The server cannot be started, or has ended.
     """
-    imports = (target.partition(":")[0], *imports)
-    key = (imports, tuple(sorted(environment.items())))
-    servers = _servers()
-    for other in [other for other in servers if servers[other].is_idle()][:-_MAX_IDLE]:
+    servers, key, imports = _servers(), *_key(target, imports, environment)
+    for other in [other for other in servers if servers[other].is_idle() and other != key][:-_MAX_IDLE]:
         servers.pop(other).stop()
     order = {
         "target": target,

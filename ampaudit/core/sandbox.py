@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ampaudit.core import interrupts
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
 from ampaudit.core.errors import AuditError, CouldNotAudit
 from ampaudit.core.files import temporary_directory
+from ampaudit.core.forkserver import prepare_forks
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, parse_json, read_bounded
 
-__all__ = ["ANSWER", "REQUEST", "Sandbox", "SandboxLimits"]
+__all__ = ["ANSWER", "REQUEST", "Sandbox", "SandboxLimits", "prepare_sandbox"]
 
+_ANSWER_REQUEST = "ampaudit.core.sandboxed:answer_request"
 REQUEST, ANSWER = "request.json", "answer.json"
 _MAX_ANSWER = 16_000_000
 _WAIT_SECONDS = 0.05
@@ -67,7 +71,7 @@ class Sandbox:
             self.folder.mkdir()
             (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
             self._process = ChildProcess(
-                "ampaudit.core.sandboxed:answer_request",
+                _ANSWER_REQUEST,
                 str(self._folder / REQUEST),
                 str(self.folder),
                 log=self._folder / "log",
@@ -129,6 +133,14 @@ class Sandbox:
         if self._process.killed_by == "SIGXCPU":
             return f"reading it takes more than {self._limits.processor_seconds} s"
         return f"could not be read: {self._process.death()}"
+
+
+def prepare_sandbox(target: str, environment: dict[str, str], imports: Sequence[str]) -> None:
+    """Begin with the imports of a sandbox that will be started with these arguments."""
+    if sys.platform == "linux":
+        with interrupts.Deferred(), suppress(OSError):  # the sandbox will say what is wrong
+            imports = (target.partition(":")[0], *imports)
+            prepare_forks(_ANSWER_REQUEST, imports, _environment() | environment)
 
 
 def _message(what: str, why: str) -> str:

@@ -12,7 +12,31 @@ from ampaudit.core.config import Config, FilePath, Option, Seed, Texts, Trust, l
 from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.untrusted import describe
 
-__all__ = ["AudioDirectory", "BatchCount", "ImageDirectory", "SourceConfig", "TextFile"]
+__all__ = [
+    "CONFIG_FILE",
+    "REHEARSAL",
+    "REHEARSAL_ENVIRONMENT",
+    "REHEARSAL_IMPORTS",
+    "AudioDirectory",
+    "BatchCount",
+    "ImageDirectory",
+    "SourceConfig",
+    "TextFile",
+]
+
+CONFIG_FILE = "config.json"
+# how a model of Transformers is built in a sandbox, before its weights are loaded
+REHEARSAL = "ampaudit.source.huggingface:rehearse"
+REHEARSAL_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+REHEARSAL_IMPORTS = (  # in the process that starts it as well
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+)
 
 BatchCount = Annotated[
     int | None,

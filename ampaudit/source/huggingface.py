@@ -24,7 +24,7 @@ from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
-from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.source_config import REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS, SourceConfig
 from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.model import GIVEN, InputsInfo
@@ -48,12 +48,6 @@ __all__ = ["from_directory", "rehearse"]
 
 INPUTS_FILE = "inputs.safetensors"
 _MAX_INPUTS = 200_000_000  # bytes; below the sandbox's limit for a file
-# modules that the sandbox and this process both import
-_IMPORTS = (
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.processing_auto",
-)
 _SLACK = 256_000_000  # bytes for a head without weights, or for tables that the model computes
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
 _Loaded = tuple[nn.Module, MadeInputs | None, tuple[str, ...]]  # model, inputs, notes on the weights
@@ -203,9 +197,7 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
     limits, hint = _LIMITS, "restore the file"
     if request["inputs"] is not None and (has_processor(beside) or "text_config" in table):
         limits, hint = _PROCESSING_LIMITS, f"{hint}, or pass --inputs FILE.py with example_inputs()"
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    target = "ampaudit.source.huggingface:rehearse"
-    with Sandbox(target, request, limits, environment, _IMPORTS) as sandbox:
+    with Sandbox(REHEARSAL, request, limits, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS) as sandbox:
         transformers = _transformers()
         named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)

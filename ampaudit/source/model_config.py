@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from ampaudit.core.errors import SourceError
+from ampaudit.core.source_config import CONFIG_FILE
 from ampaudit.core.untrusted import describe, describe_path, read_json, validate
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "with_stored_dtype",
 ]
 
-CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
 ADAPTER = "adapter_config.json"
 PIPELINE = "model_index.json"

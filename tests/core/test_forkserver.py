@@ -99,6 +99,35 @@ def test_after_the_death_of_a_server_there_is_another(start: Callable[..., Child
     assert ended(start("leave")) == 3
 
 
+def test_a_server_is_started_ahead(start: Callable[..., ChildProcess], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1)\n")
+    environment = {**child_environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "KIND": "ahead"}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    begun = time.perf_counter()
+    forkserver.prepare_forks("forked_module:leave", ("slow",), environment)
+    servers = list(forkserver._servers().values())
+    child = ChildProcess(
+        "forked_module:leave", log=tmp_path / "log", environment=environment, imports=("slow",)
+    )
+    assert time.perf_counter() - begun < 1, "this process waits for the imports"
+    assert ended(child) == 3
+    assert set(forkserver._servers().values()) <= set(servers), "it has another server than the prepared one"
+
+
+def test_a_server_that_dies_before_it_forks_leaves_a_killed_child(
+    start: Callable[..., ChildProcess], tmp_path: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(600)\n")
+    environment = {**child_environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "KIND": "dies"}
+    child = ChildProcess(
+        "forked_module:leave", log=tmp_path / "log", environment=environment, imports=("hangs",)
+    )
+    list(forkserver._servers().values())[-1]._process.kill()
+    assert not child.running()
+    assert child.death() == "its process was killed by SIGKILL"
+    child.stop()
+
+
 def test_few_idle_servers_are_kept_and_none_that_has_a_child(start: Callable[..., ChildProcess]) -> None:
     busy = start("wait", KIND="busy")
     for number in range(4):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.cli.loading import load_source
+from ampaudit.core import forkserver
 from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
@@ -79,6 +83,19 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "model"), SourceConfig())
     assert source.kind == "huggingface"
     assert scan(source.model, batches=source.batches).exit_code == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the fork server")
+def test_the_program_starts_the_server_that_the_rehearsal_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ZOO["bert"]().model.save_pretrained(tmp_path / "model")
+    servers: dict[object, Any] = {}
+    monkeypatch.setattr(forkserver, "_servers", lambda: servers)
+    load_source(str(tmp_path / "model"), SourceConfig())
+    (server,) = servers.values()
+    assert len(server._children) == 1
+    server.stop()
 
 
 @pytest.mark.parametrize("name", ["vit", "t5", "gpt2"])
