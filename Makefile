@@ -73,6 +73,7 @@ aten: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.scan_overhead
+	$(BIN)/python -m benchmarks.commands
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.proofs
 	$(BIN)/python -m benchmarks.checkpoints

@@ -1,7 +1,8 @@
 """Reads the header of a safetensors file and validates it against the file.
 
 The format: eight bytes with the header's length (little-endian), the header in JSON, then the tensors'
-bytes without gaps (huggingface/safetensors, README, "Format").
+bytes without gaps (huggingface/safetensors, README, "Format"). The library's ``safe_open`` hands out
+tensors; streaming them in pieces and releasing their pages needs the offsets of their bytes.
 """
 
 from __future__ import annotations

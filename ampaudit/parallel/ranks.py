@@ -1,4 +1,9 @@
-"""Divides batches among the ranks of ``torchrun``; each sends its records to rank 0."""
+"""Divides batches among the ranks of ``torchrun``; each sends its records to rank 0.
+
+They meet in the store of ``torchrun`` alone. A process group of gloo would need names that resolve and open
+ports between all ranks, could not be polled while a rank waits, and says of a lost rank only that a
+connection was closed.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""How long whole commands take, beside the imports that nobody can avoid, in turns.
+
+Each command is a process of its own. ``check`` of ten targets is compared with that of one.
+
+    python -m benchmarks.commands [--repeats 7] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import BertConfig, BertModel
+
+from benchmarks.options import TINY_BERT, parser
+
+MODEL = """
+import torch
+from torch import nn
+
+def get_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+def example_inputs():
+    return torch.randn(4, 64)
+"""
+LOAD = "import torch, transformers; transformers.BertModel.from_pretrained({!r})"
+AMPAUDIT = (sys.executable, "-m", "ampaudit")
+
+
+def pairs(folder: Path, targets: int) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    """Commands, each with what its time is divided by; writes their files."""
+    files = [folder / f"model_{number}.py" for number in range(targets)]
+    for file in files:
+        file.write_text(MODEL, encoding="utf-8")
+    directory = folder / "bert"
+    BertModel(BertConfig(**TINY_BERT)).save_pretrained(directory)
+    names = [str(file) for file in files]
+    python = (sys.executable, "-c")
+    return {
+        "scan of a file": ((*AMPAUDIT, "scan", names[0]), (*python, "import torch, torch.export")),
+        "scan of a directory": (
+            (*AMPAUDIT, "scan", str(directory)),
+            (*python, LOAD.format(str(directory))),
+        ),
+        f"check of {targets} targets": ((*AMPAUDIT, "check", *names), (*AMPAUDIT, "check", names[0])),
+        "lint of a file": ((*AMPAUDIT, "lint", names[0]), (*python, "")),
+        "--help": ((*AMPAUDIT, "--help"), (*python, "")),
+    }
+
+
+def seconds(command: Sequence[str]) -> float:
+    """The time of a command that succeeds."""
+    begun = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - begun
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time each pair in turns, and print medians with their spread."""
+    arguments = parser(__doc__, repeats=7)
+    options = arguments.parse_args(argv)
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, commands in pairs(Path(folder), 2 if options.smoke else 10).items():
+            if not options.smoke:  # the first run reads files from the disk
+                for command in commands:
+                    seconds(command)
+            times = [[seconds(command) for command in commands] for _ in range(options.repeats)]
+            ratios = [ours / base for ours, base in times]
+            ours, base = (statistics.median(column) for column in zip(*times, strict=True))
+            rows[name] = {"seconds": ours, "base": base, "ratios": ratios}
+            spread = f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"{name:24}  {ours:6.2f} s  beside {base:.2f} s  {spread}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
