@@ -16,7 +16,6 @@ from ampaudit.core.untrusted import describe_path
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
-from ampaudit.report.documents import read_document
 from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport
 
@@ -111,6 +110,8 @@ def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[Li
     Raises:
         InputError: The file is not a report of lint.
     """
+    from ampaudit.report.documents import read_document
+
     earlier = read_document(path)
     if not isinstance(earlier, LintReport):
         hint = "write one with: ampaudit lint PATHS -o baseline.json"

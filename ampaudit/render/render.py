@@ -20,10 +20,11 @@ from ampaudit.core.files import write_private, write_text
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe
 from ampaudit.render.documents import view_class, view_of
-from ampaudit.report.documents import Document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from ampaudit.report.documents import Document
 
 __all__ = [
     "FORMAT_REGISTRY",

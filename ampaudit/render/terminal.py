@@ -13,10 +13,11 @@ from rich.text import Text
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.grid import UncutTable, hanging, labelled, open_table
-from ampaudit.report.documents import Document
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ampaudit.report.documents import Document
 
 __all__ = ["as_text", "printable", "to_text"]
 

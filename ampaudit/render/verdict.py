@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.blocks import Line, Section, line
-from ampaudit.render.scan_tables import sweep_words
 from ampaudit.report.finding import OTHER_FUNCTION, GapKind, Severity, counts_in_words, gaps_in_words
-from ampaudit.report.model import Report
+
+if TYPE_CHECKING:
+    from ampaudit.report.model import Report
 
 __all__ = ["MARKS", "VERDICT_STYLES", "verdict_section", "verdict_words"]
 
@@ -33,6 +35,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
     first, *others = _reasons(report)
     what = "; ".join((f"{first} ({counts})" if counts else first, *gaps, *others))
     if report.sweep is not None:
+        from ampaudit.render.scan_tables import sweep_words
+
         what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     if report.against is not None:

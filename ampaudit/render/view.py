@@ -9,14 +9,16 @@ from html import escape
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
-from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import Report
+
+if TYPE_CHECKING:
+    from ampaudit.report.documents import Document
+    from ampaudit.report.model import Report
 
 __all__ = ["Cell", "Row", "Strip", "View", "ViewPage", "strip_svg", "strips_of"]
 
@@ -24,7 +26,7 @@ _CELLS = 40
 # upper limits of headroom in bits, with colors that are legible on light and dark pages
 _STEPS = ((1, "#e5734f"), (3, "#f4b183"), (6, "#c9dcec"), (10, "#8fbcdb"), (float("inf"), "#4a90c2"))
 _BROKEN = "#b2182b"
-D = TypeVar("D", bound=Document)
+D = TypeVar("D", bound="Document")
 Cell: TypeAlias = str | int | float | None
 Row: TypeAlias = Mapping[str, Cell]
 

@@ -125,6 +125,10 @@ def test_a_check_that_raises_is_reported_and_hides_nothing(
     assert "and more" not in crash.cause
 
 
+def test_files_have_the_names_of_their_codes() -> None:
+    assert [code for code, page in all_pages().items() if page.code != code] == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/levels.md"])
 def test_the_documentation_counts_them(name: str) -> None:
     counts = re.findall(r"(\d+) codes", (ROOT / name).read_text(encoding="utf-8"))

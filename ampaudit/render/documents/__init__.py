@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampaudit.render.view import View
-from ampaudit.report.documents import Document
+
+if TYPE_CHECKING:
+    from ampaudit.report.documents import Document
 
 __all__ = ["view_class", "view_of"]
 

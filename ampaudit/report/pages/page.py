@@ -135,11 +135,29 @@ def title_of(code: str, otherwise: str) -> str:
     return page.title if page is not None else otherwise
 
 
+class _Pages(Mapping[str, Page]):
+    """Every page by code, in order; a page is read when it is first looked up."""
+
+    def __init__(self) -> None:
+        self._paths = {path.stem: path for path in sorted(_PLACE.glob("AMP*.md"))}
+        self._pages: dict[str, Page] = {}
+
+    def __getitem__(self, code: str) -> Page:
+        if code not in self._pages:
+            self._pages[code] = parse_page(self._paths[code].read_text(encoding="utf-8"))
+        return self._pages[code]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
 @cache
 def all_pages() -> Mapping[str, Page]:
     """Return every page by code, in order."""
-    pages = (parse_page(path.read_text(encoding="utf-8")) for path in sorted(_PLACE.glob("AMP*.md")))
-    return {page.code: page for page in pages}
+    return _Pages()
 
 
 def code_titles() -> Iterator[tuple[str, str]]:
