@@ -270,7 +270,7 @@ def _report(
     form, instruments = run_config.number_format, requested(config)
     table = None
     if config.prove or config.static or config.stress > 0:
-        from ampaudit.audit.proofs import compare_with_run, prove
+        from ampaudit.audit.proofs import compare_with_run, prove, stressed
 
         table = prove(audit, source.batches, run_config, config)
     context = context_of(audit, form, config, table)
@@ -305,11 +305,7 @@ def _report(
     if usual is not None:
         before = context_of(usual, form, config.changed(contract=""))
         report = replace(report, changed=changed_verdicts(before, context, report))
-    if config.stress > 0 and not config.static:
-        from ampaudit.audit.proofs import stressed
-
-        inputs = stressed(source, audit, run_config, context, config, on_progress)
-        report = replace(report, stressed=inputs)
+    stress = config.stress > 0 and not config.static
     reference = source.reference
     return replace(
         report,
@@ -318,6 +314,7 @@ def _report(
         combined=combined,
         advised=advising,
         sections={each.name: measuring(each).section(audit, form) for each in instruments},
+        stressed=stressed(source, audit, run_config, context, config, on_progress) if stress else (),
     )
 
 

@@ -67,6 +67,7 @@ def start_interpreter(
     )
 
 
+_Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]  # imports and environment of a server
 _Children = dict[int, tuple[int, socket.socket]]  # pidfd -> (process id, connection)
 
 
@@ -129,7 +130,7 @@ class ForkedProcess:
 class _Server:
     """The client side of a fork server, the process that imports and forks."""
 
-    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, imports: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> None:
         self._children: list[ForkedProcess] = []
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(os.devnull, "r+b") as null:
@@ -137,7 +138,7 @@ class _Server:
                 f"{__name__}:serve",
                 str(theirs.fileno()),
                 *imports,
-                environment=environment,
+                environment=dict(environment),
                 streams=[null] * 3,
                 pass_fds=[theirs.fileno()],
             )
@@ -171,9 +172,9 @@ class _Server:
 
 
 @functools.cache
-def _servers() -> dict[object, _Server]:
+def _servers() -> dict[_Key, _Server]:
     """Return the servers of this process, the least recently used first."""
-    servers: dict[object, _Server] = {}
+    servers: dict[_Key, _Server] = {}
     owner = os.getpid()
 
     def stop_all() -> None:
@@ -184,19 +185,16 @@ def _servers() -> dict[object, _Server]:
     return servers
 
 
-def _key(
-    target: str, imports: Sequence[str], environment: Mapping[str, str]
-) -> tuple[object, tuple[str, ...]]:
-    """Return the key of the server of a target, and what it imports."""
-    imports = (target.partition(":")[0], *imports)
-    return (imports, tuple(sorted(environment.items()))), imports
+def _key(target: str, imports: Sequence[str], environment: Mapping[str, str]) -> _Key:
+    """Return the key of the server of a target: what it imports, and its environment."""
+    return (target.partition(":")[0], *imports), tuple(sorted(environment.items()))
 
 
 def prepare_forks(target: str, imports: Sequence[str], environment: Mapping[str, str]) -> None:
     """Start the server that ``start_forked`` will use, so that it makes its imports meanwhile."""
-    servers, key, imports = _servers(), *_key(target, imports, environment)
+    servers, key = _servers(), _key(target, imports, environment)
     if key not in servers:
-        servers[key] = _Server(imports, environment)
+        servers[key] = _Server(*key)
 
 
 def start_forked(
@@ -222,7 +220,7 @@ def start_forked(
     Raises:
         OSError: The server cannot be started, or has ended.
     """
-    servers, key, imports = _servers(), *_key(target, imports, environment)
+    servers, key = _servers(), _key(target, imports, environment)
     for other in [other for other in servers if servers[other].is_idle() and other != key][:-_MAX_IDLE]:
         servers.pop(other).stop()
     order = {
@@ -239,7 +237,7 @@ def start_forked(
         if child is None:
             server.stop()
     if server is None or child is None:
-        server = _Server(imports, environment)
+        server = _Server(*key)
         child = server.fork(order, handles)
     servers[key] = server  # last: the most recently used
     return child
