@@ -71,15 +71,11 @@ docs-site: $(VENV)/.docs
 aten: $(VENV)/.dev
 	$(BIN)/python -m tests.support.aten_ops > ampaudit/policy/aten_ops.txt
 
+# of one machine on one day; benchmarks/README.md shows the figures
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.scan_overhead
-	$(BIN)/python -m benchmarks.commands
-	$(BIN)/python -m benchmarks.planning
-	$(BIN)/python -m benchmarks.proofs
-	$(BIN)/python -m benchmarks.checkpoints
-	$(BIN)/python -m benchmarks.training
-	$(BIN)/python -m benchmarks.reports
-	$(BIN)/python -m benchmarks.linting
+	for name in scan_overhead commands growth planning proofs checkpoints training reports linting; do \
+		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$(date +%F)-cpu-$$name.json || exit 1; \
+	done
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.fuzz --minutes 60 --keep dist/fuzz

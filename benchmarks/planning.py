@@ -10,7 +10,6 @@ linear).
 from __future__ import annotations
 
 import json
-import math
 import platform
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from ampaudit.policy import Measurement, OpFacts, load_policy, policy_names
 from ampaudit.policy.decide import PlanSite, plan_graph
+from benchmarks.growth import exponent
 from benchmarks.options import parser
 
 LIMITS = {"load all": 0.2, "plan 10000 sites": 1.0}
@@ -92,14 +92,6 @@ def seconds(name: str, sites: list[PlanSite], repeats: int) -> list[float]:
         spent.append(time.perf_counter() - started)
         assert len(decisions) == len(sites)
     return spent
-
-
-def exponent(times: dict[int, float]) -> float:
-    """Slope of log(time) against log(sites), least squares."""
-    xs, ys = [math.log(n) for n in times], [math.log(t) for t in times.values()]
-    mx, my = statistics.fmean(xs), statistics.fmean(ys)
-    rise = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True))
-    return rise / sum((x - mx) ** 2 for x in xs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,6 @@ layers: it reads each weight once, so its time grows with their number.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import statistics
 import time
@@ -28,6 +27,7 @@ from ampaudit.trace import Role, TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
+from benchmarks.growth import exponent
 from benchmarks.options import TINY_BERT, parser
 
 LIMITS = {"forward multiples": 1.0, "proved share": 0.7}
@@ -105,11 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"({share:.0%})"
         )
     growing = [measured(count, "sdpa", "torch-cuda", options.repeats, smoke) for count in layers]
-    first, last = growing[1], growing[-1]
-    exponent = math.log(last["bound_s"] / first["bound_s"]) / math.log(last["layers"] / first["layers"])
-    print(
-        "seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{exponent:.2f}"
-    )
+    power = exponent({row["layers"]: row["bound_s"] for row in growing[1:]})
+    print("seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{power:.2f}")
     attack = attacked(layers[-1], *((1, 2) if smoke else (12, 24)), smoke)
     print(
         f"attacked {attack['sites']} proved sites: {attack['largest_share_of_bound']:.2g} of a bound reached"
@@ -122,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "limits": LIMITS,
             "encoders": rows,
             "growing": growing,
-            "exponent": exponent,
+            "exponent": power,
             "attack": attack,
         }
         options.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""What rendering costs: every format of a saved report of 5,000 sites, and the page at growing sizes.
+"""What rendering costs: every format of a saved report of 5,000 sites.
 
 Prints the time of each format in this process (medians), the time of the whole command, which is what a user
-waits for, and the size of the page; and the exponent of the power law of time against sites (1 is linear).
+waits for, and the size of pages. ``growth.py`` has the time of larger ones.
 
     python -m benchmarks.reports [--repeats 9] [--json FILE]
 """
@@ -9,7 +9,6 @@ waits for, and the size of the page; and the exponent of the power law of time a
 from __future__ import annotations
 
 import json
-import math
 import platform
 import statistics
 import subprocess
@@ -60,13 +59,6 @@ def command(path: Path, form: str) -> None:
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
 
 
-def exponent(times: dict[int, float]) -> float:
-    """Slope of log time against log size, by least squares."""
-    xs, ys = [math.log(n) for n in times], [math.log(t) for t in times.values()]
-    mx, my = statistics.mean(xs), statistics.mean(ys)
-    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, repeats=9).parse_args(arguments)
     sites, sizes = (50, (20, 50)) if options.smoke else (5000, SIZES)
@@ -84,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["command"] = {
             f: spread(lambda f=f: command(path, f), options.repeats) for f in ("html", "sarif")
         }
-    pages = {size: stretched(base, size) for size in sizes}
-    found["page bytes"] = {size: len(as_file(page, "html").encode()) for size, page in pages.items()}
-    times = {s: spread(lambda p=p: as_file(p, "html"), options.repeats)["median"] for s, p in pages.items()}
-    found["page seconds"], found["exponent"] = times, exponent(times)
+    found["page bytes"] = {size: len(as_file(stretched(base, size), "html").encode()) for size in sizes}
     show(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -105,8 +94,7 @@ def show(found: dict[str, Any]) -> None:
         spent = f"{row['median']:.2f} s ({row['least']:.2f} to {row['most']:.2f})"
         print(f"the whole command, {form}: {spent}, {verdict} the limit of {LIMIT_SECONDS:g} s")
     for size, count in found["page bytes"].items():
-        print(f"page of {size:6,} sites: {count / 1e3:,.0f} kB in {found['page seconds'][size]:.3f} s")
-    print(f"time grows with sites to the power {found['exponent']:.2f}")
+        print(f"page of {size:6,} sites: {count / 1e3:,.0f} kB")
 
 
 if __name__ == "__main__":
