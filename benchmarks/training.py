@@ -88,7 +88,9 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     rules = load_policy("torch-cuda")
     # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
     scale = StartingScale(256.0, False, "benchmark")
-    plan = RunConfig(rules, rules, FLOAT16, device, differentiator=lambda p: GradientAudit(p, scale))
+    plan = RunConfig(
+        rules, rules, FLOAT16, device, recorders=(GradientAudit,), functional=True, loss_scale=scale
+    )
     runner = Runner(WithLoss(model, loss), plan)
     batch = Batch(((), kwargs, item_apart((), kwargs, kwargs)))
     runner.prepare(batch, 0)

@@ -7,7 +7,7 @@ new lines or more for each second. Of the others, those of at most LONG seconds 
 each function the cheapest, up to ENOUGH seconds together, and at least one case; and what brings NEEDED new
 lines or more for each second to these two. What is left is in the third. A test that was not measured stays
 where it is, and a new one is in the first. Of a function with a case that takes more than LONG seconds, none
-is in the first unless the lines need it.
+is in the first unless the lines need it. Each script that a smoke test runs counts as a function.
 
 ``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
 written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
@@ -38,22 +38,27 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
     by_cost = sorted(times, key=lambda test: (times[test], test))
     cheapest: dict[str, str] = {}
     for test in by_cost:
-        cheapest.setdefault(test.partition("[")[0], test)
+        cheapest.setdefault(_function(test), test)
     # what one case prepares for all costs the others nothing, until it is left out
-    dear = {test.partition("[")[0] for test in by_cost if times[test] > LONG}
+    dear = {_function(test) for test in by_cost if times[test] > LONG}
     first = {test for test in by_cost if times[test] <= CHEAP}
     first |= {test for test in cheapest.values() if times[test] <= AFFORDABLE}
-    first = {test for test in first if test.partition("[")[0] not in dear}
+    first = {test for test in first if _function(test) not in dear}
     first |= _cover(first, times, lines, WORTH)
     later: dict[str, int] = {}
     spent: dict[str, float] = defaultdict(float)
     for test in by_cost:
         if test not in first:
-            function = test.partition("[")[0]
+            function = _function(test)
             spent[function] += times[test]
             later[test] = 2 if times[test] <= LONG and spent[function] <= max(ENOUGH, times[test]) else 3
     executed = {test for test in times if later.get(test, 1) < 3}
     return later | dict.fromkeys(_cover(executed, times, lines, NEEDED), 2)
+
+
+def _function(test: str) -> str:
+    """Return the name of a test without its case; the cases of a smoke test run a script each."""
+    return test if "test_smoke" in test else test.partition("[")[0]
 
 
 def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines], worth: float) -> set[str]:
