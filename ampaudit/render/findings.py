@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import cache
 from typing import Any, TypeVar
 
 from ampaudit.core.sites import SourceLine
@@ -319,12 +319,17 @@ def _place(place: SourceLine) -> tuple[str | tuple[str, str], ...]:
 
 def relative_path(file: str) -> str:
     """Return the path relative to ``site-packages`` or the working directory, else unchanged."""
+    return _relative_to(file, os.getcwd())
+
+
+@cache
+def _relative_to(file: str, directory: str) -> str:
     file = forward_slashes(file)
     _, packages, inside = file.rpartition(INSTALLED)
     if packages:
         return inside
     try:
-        relative = forward_slashes(os.path.relpath(file, Path.cwd()))
+        relative = forward_slashes(os.path.relpath(file, directory))
     except ValueError:  # an empty name, or another drive
         return file
     return file if relative.startswith("..") else relative

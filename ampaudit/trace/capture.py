@@ -50,12 +50,20 @@ from ampaudit.trace.fake_model import (
 )
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Site, Slot, TracedModel, build_sites
-from ampaudit.trace.internals import FakeTensorMode, Replacement, ShapeEnv, patched, without_torch_function
+from ampaudit.trace.internals import (
+    FakeTensorMode,
+    Replacement,
+    ShapeEnv,
+    fx_proxy,
+    lazy_graph_modules,
+    patched,
+    without_torch_function,
+)
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
-from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
+from ampaudit.trace.stack import ModelStack, code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
@@ -318,6 +326,8 @@ def capture(
             mixed_recurrent_inputs() if file.weights.storage == "rounded" else contextlib.nullcontext(),
             DispatchHook(caster, path).installed(),
             custom_code.watched(),
+            lazy_graph_modules(True),
+            patched((Replacement(fx_proxy, "CapturedTraceback", ModelStack),)),
         ):
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
     except NarrowedDimensions as narrowed:

@@ -34,6 +34,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx import proxy as fx_proxy
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
@@ -63,11 +65,13 @@ __all__ = [
     "export_utils",
     "function_apply",
     "function_base",
+    "fx_proxy",
     "fx_tracing",
     "global_hooks",
     "has_kernel",
     "indexing",
     "inside_transform",
+    "lazy_graph_modules",
     "looking_up_fake_tensors",
     "needs_values",
     "patched",
@@ -91,6 +95,8 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 # below Function.apply, which a model may hold as `swish = Swish.apply`
 function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
+# graph modules whose code is generated when they are called, which those of an export never are
+lazy_graph_modules: Callable[[bool], Any] = _use_lazy_graph_module
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 # errors of ops whose result fake tensors cannot describe, and messages of ops that read their memory
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from functools import cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
 
 __all__ = [
+    "ModelStack",
     "calling_line",
     "code_line",
     "is_library",
@@ -30,6 +31,7 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1].as_posix()}/"
 _NOT_A_MODEL = ("torch", "ampaudit")
 
 
+@lru_cache(maxsize=1024)  # the layers of a stack run the same lines
 def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine | None]:
     """Return the innermost frame of the model's code, and that of the user's own code.
 
@@ -54,6 +56,27 @@ def model_frames(stack_trace: str) -> str:
         if in_model:
             lines.append(line)
     return "".join(lines)
+
+
+class ModelStack:
+    """Stands in for torch's ``CapturedTraceback``, which looks up the code of some eighty frames for each op.
+
+    It has only what ``source_lines`` reads: the frames of the model, and those from which torch counts.
+    """
+
+    @classmethod
+    def extract(cls) -> ModelStack:
+        """Return the stack of the current call."""
+        return cls()
+
+    def summary(self) -> traceback.StackSummary:
+        """Return the frames, the outermost first."""
+        frames = [
+            traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+            for frame, line in traceback.walk_stack(sys._getframe(1))
+            if frame.f_code.co_name == "forward" or not is_tool_file(frame.f_code.co_filename)
+        ]
+        return traceback.StackSummary.from_list(frames[::-1])
 
 
 def running_lines() -> tuple[SourceLine | None, SourceLine | None]:

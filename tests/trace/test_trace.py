@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._traceback import CapturedTraceback
 
 from ampaudit.core.errors import SourceError, TraceFailed
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
@@ -15,7 +16,7 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.source import Batch
 from ampaudit.trace import Role, TraceConfig, TracedModel, trace
 from tests.support.oracle import after_half, ours, under_cuda_autocast
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, ZooModel
 
 CUDA = load_policy("torch-cuda")
 # the model's own code counts tokens in float32 on a CPU and in integers on CUDA
@@ -58,6 +59,29 @@ def test_thirteen_architectures_trace_with_layers_and_lines(name: str, train: bo
     for key, value in zoo.model.state_dict().items():
         assert torch.equal(value, before[key])
         assert value.dtype == before[key].dtype
+
+
+class NamedOtherwise(nn.Module):
+    """A model whose code never runs in a function called forward."""
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+    forward = step
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "mamba", ""])
+def test_sites_have_the_lines_of_torchs_own_stack_traces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo = ZOO[name]() if name else ZooModel(NamedOtherwise(), {"x": torch.randn(3)})
+    model = without_cache(zoo.model.eval())
+
+    def lines() -> list[object]:
+        sites = traced(model, Batch((), zoo.kwargs)).sites
+        return [(site.id, site.source, site.caller) for site in sites]
+
+    ours = lines()
+    monkeypatch.setattr("ampaudit.trace.capture.ModelStack", CapturedTraceback)
+    assert ours == lines()
 
 
 @pytest.mark.parametrize("name", ZOO)
