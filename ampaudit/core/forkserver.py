@@ -72,16 +72,12 @@ _Children = dict[int, tuple[int, socket.socket]]  # pidfd -> (process id, connec
 
 
 class ForkedProcess:
-    """A child of a fork server, with a part of the interface of ``subprocess.Popen``.
-
-    Attributes:
-        returncode: Exit code as in ``Popen``; ``None`` while the process runs.
-    """
+    """A child of a fork server, with a part of the interface of ``subprocess.Popen``."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._replies = connection.makefile("r", encoding="ascii")
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # exit code as in ``Popen``; ``None`` while the process runs
 
     @functools.cached_property
     def pid(self) -> int:

@@ -129,15 +129,11 @@ def _model_frames() -> list[traceback.FrameSummary]:
 
 
 class NarrowedDimensions(Exception):
-    """Raised if an export has to be repeated with smaller ranges.
-
-    Attributes:
-        shapes: The ``shapes`` argument of ``export_module`` with smaller ranges.
-    """
+    """Raised if an export has to be repeated with smaller ranges."""
 
     def __init__(self, shapes: Any) -> None:
         super().__init__()
-        self.shapes = shapes
+        self.shapes = shapes  # the ``shapes`` argument of ``export_module`` with smaller ranges
 
 
 def export_module(
@@ -226,37 +222,28 @@ def _dimension_failure(error: BaseException, fixed: _FixedLines) -> TraceFailed:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """The configuration of one trace.
+    """The configuration of one trace."""
 
-    Attributes:
-        rules: The policy.
-        author_rules: Rules inside an autocast region of the model's code (those of CUDA autocast).
-        number_format: The 16-bit format of the run.
-        measured: Measurements of a run, by site; empty before the first run.
-        planned: Decisions made on the whole graph, or in another trace of the model, by site.
-        edits: Ops to rewrite, by site, to try a change of the model's code.
-        differentiated: Whether to record where the model's code switches gradients off.
-        follow_backward: Whether to trace custom backwards of a model that returns its loss, or to report
-            each as failed; ``None`` if no gradients are requested.
-        seed: Seed of the random numbers that the model's code draws; ``None`` to continue the generators.
-        dynamic: Axes of each input tensor that may vary; ``None`` to fix all shapes.
-        path: Whether to trace along the path that the inputs take; their values matter then.
-        known: Sites of the paths that other inputs take.
-        values: FP32 values that decide the path; ``None`` for the inputs and the model as they are.
-    """
-
-    rules: RuleSet
-    author_rules: RuleSet
-    number_format: NumberFormat
+    rules: RuleSet  # of the policy
+    author_rules: RuleSet  # inside an autocast region of the model's code (those of CUDA autocast)
+    number_format: NumberFormat  # of the run, with 16 bits
+    # measurements of a run, by site; empty before the first run
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
+    # decisions made on the whole graph, or in another trace of the model, by site
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
+    # ops to rewrite, by site, to try a change of the model's code
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
-    differentiated: bool = False
+    differentiated: bool = False  # whether to record where the model's code switches gradients off
+    # whether to trace custom backwards of a model that returns its loss, or to report each as failed;
+    # ``None`` if no gradients are requested
     follow_backward: bool | None = None
+    # of the random numbers that the model's code draws; ``None`` to continue the generators
     seed: int | None = None
-    dynamic: Dimensions | None = None
+    dynamic: Dimensions | None = None  # axes of each input tensor that may vary; ``None`` to fix all shapes
+    # whether to trace along the path that the inputs take; their values matter then
     path: PathTracing = PathTracing.OFF
-    known: Sequence[Site] = ()
+    known: Sequence[Site] = ()  # sites of the paths that other inputs take
+    # FP32 values that decide the path; ``None`` for the inputs and the model as they are
     values: GivenValues | None = None
 
     @property
@@ -480,14 +467,11 @@ class PrecisionReads(TorchFunctionMode):
     """Collects the lines of the model's code that read a 16-bit precision.
 
     Reading a dtype only to create or cast another tensor does not count.
-
-    Attributes:
-        lines: Distinct source lines in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[SourceLine] = []
+        self.lines: list[SourceLine] = []  # distinct source lines in order
         self._visited: set[tuple[Any, int]] = set()
 
     def __torch_function__(

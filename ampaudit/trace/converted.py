@@ -38,19 +38,12 @@ Release = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """A tensor whose dtype in the converted model differs from its master's.
+    """A tensor whose dtype in the converted model differs from its master's."""
 
-    Attributes:
-        node: Name of the node with its value: a placeholder (stored in 16 bits) or a weight cast.
-        placeholder: Name of the master's placeholder.
-        name: Name of the parameter, buffer or constant.
-        dtype: Dtype of the working copy.
-    """
-
-    node: str
-    placeholder: str
-    name: str
-    dtype: torch.dtype
+    node: str  # name of the node with its value: a placeholder (stored in 16 bits) or a weight cast
+    placeholder: str  # name of the master's placeholder
+    name: str  # of the parameter, buffer or constant
+    dtype: torch.dtype  # of the working copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +108,16 @@ def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CodeDifference:
-    """The first difference between two traces.
+    """The first difference between two traces."""
 
-    Attributes:
-        site: The op in the 16-bit trace or, if it is missing there, in the FP32 trace.
-        layer: Path of the op's layer.
-        source: Source line of the op.
-        caller: The user's line that calls it, if that is another one.
-        low: The op in 16 bits with its constants; ``None`` if it is missing.
-        fp32: The op in FP32 with its constants; ``None`` if it is missing.
-        lines: Number of lines that differ.
-        low_sites: All sites of the 16-bit trace that the FP32 trace lacks or runs with other constants.
-    """
-
-    site: SiteId
-    layer: str
-    source: SourceLine | None
-    caller: SourceLine | None
-    low: str | None
-    fp32: str | None
-    lines: int
+    site: SiteId  # the op in the 16-bit trace or, if it is missing there, in the FP32 trace
+    layer: str  # path of the op's layer
+    source: SourceLine | None  # line of the op
+    caller: SourceLine | None  # the user's line that calls it, if that is another one
+    low: str | None  # the op in 16 bits with its constants; ``None`` if it is missing
+    fp32: str | None  # the op in FP32 with its constants; ``None`` if it is missing
+    lines: int  # number of lines that differ
+    # all sites of the 16-bit trace that the FP32 trace lacks or runs with other constants
     low_sites: tuple[SiteId, ...] = ()
 
 

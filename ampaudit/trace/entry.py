@@ -52,31 +52,20 @@ class LossAndOutput(NamedTuple):
 
 
 class OutputNames:
-    """The results of one call of the model; an object, because torch.export undoes attribute assignments.
+    """The results of one call of the model; an object, because torch.export undoes attribute assignments."""
 
-    Attributes:
-        names: Path of each output tensor.
-        structure: Structure of the output; ``None`` if it cannot be rebuilt.
-        changes: Changes of the model's Python state.
-        random_constants: Whether random numbers of Python or NumPy became constants of the trace.
-    """
-
-    names: tuple[str, ...] = ()
-    structure: OutputStructure | None = None
-    changes: tuple[StateChange, ...] = ()
-    random_constants: bool = False
+    names: tuple[str, ...] = ()  # path of each output tensor
+    structure: OutputStructure | None = None  # structure of the output; ``None`` if it cannot be rebuilt
+    changes: tuple[StateChange, ...] = ()  # changes of the model's Python state
+    random_constants: bool = False  # whether random numbers of Python or NumPy became constants of the trace
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStructure:
-    """The structure of a model's result without its tensors.
+    """The structure of a model's result without its tensors."""
 
-    Attributes:
-        spec: Containers that torch can flatten.
-        leaves: For each leaf the index of its tensor, or ``None`` and the value itself.
-    """
-
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec  # containers that torch can flatten
+    # for each leaf the index of its tensor, or ``None`` and the value itself
     leaves: tuple[tuple[int | None, Any], ...]
 
     @property

@@ -193,19 +193,12 @@ class ParameterUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackChoice:
-    """A call in which a tensor chooses matrices of a stack.
+    """A call in which a tensor chooses matrices of a stack."""
 
-    Attributes:
-        parameter: The name of the stack.
-        count: Number of matrices in the stack.
-        grouped: Whether the tensor holds the end of each matrix's rows instead of matrix numbers.
-        index: The node of the tensor.
-    """
-
-    parameter: str
-    count: int
-    grouped: bool
-    index: fx.Node
+    parameter: str  # name of the stack
+    count: int  # of the matrices in the stack
+    grouped: bool  # whether the tensor holds the end of each matrix's rows instead of matrix numbers
+    index: fx.Node  # the node of the tensor
 
     def chosen(self, index: torch.Tensor) -> torch.Tensor:
         """Return for each matrix whether it is used, for a value of the tensor."""

@@ -74,145 +74,94 @@ class Slot(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """One input of the graph.
+    """One input of the graph."""
 
-    Attributes:
-        node: The placeholder's node name.
-        slot: The kind of value.
-        name: The parameter's or buffer's path, the constant's name, or ``input[i]``.
-        dtype: Dtype in the converted model (of weights: the stored one).
-    """
-
-    node: str
+    node: str  # the placeholder's node name
     slot: Slot
-    name: str
-    dtype: torch.dtype | None
+    name: str  # the parameter's or buffer's path, the constant's name, or ``input[i]``
+    dtype: torch.dtype | None  # in the converted model (of weights: the stored one)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One op of one layer.
+    """One op of one layer."""
 
-    Attributes:
-        id: Id that is stable across runs: layer path, op name and, from the second op on, a number.
-        node: Name of the node in the graph.
-        layer: Path of the module; empty for the top module.
-        layer_type: Class name of the module; for an ONNX node, its operator and, if known, its module.
-        op: Name of the ATen op, such as ``aten.linear.default``.
-        role: What the op does to its input.
-        dtype: Dtype of the (first floating-point) output; ``None`` without output.
-        shape: Shape of that output.
-        decision: The policy's decision and its reason.
-        source: Line of the model's code.
-        caller: The user's line that calls it, if that is another one.
-        weight: Name of the parameter, buffer or constant, for a weight cast.
-        facts: Facts on which the decision is based; ``None`` for sites that the policy or the tracer added.
-        original_args: FP32 values of the arguments that the policy changed, by position or name.
-        twin: The call of a custom op whose twin contains the op.
-    """
-
-    id: SiteId
-    node: str
-    layer: str
-    layer_type: str
-    op: str
-    role: Role
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    decision: Decision
-    source: SourceLine | None
-    caller: SourceLine | None
-    weight: str | None = None
+    id: SiteId  # stable across runs: layer path, op name and, from the second op on, a number
+    node: str  # name of the node in the graph
+    layer: str  # path of the module; empty for the top module
+    layer_type: str  # class name of the module; for an ONNX node, its operator and, if known, its module
+    op: str  # ATen name, such as ``aten.linear.default``
+    role: Role  # what the op does to its input
+    dtype: torch.dtype | None  # of the (first floating-point) output; ``None`` without output
+    shape: tuple[int, ...]  # of that output
+    decision: Decision  # the policy's decision and its reason
+    source: SourceLine | None  # line of the model's code
+    caller: SourceLine | None  # the user's line that calls it, if that is another one
+    weight: str | None = None  # name of the parameter, buffer or constant, for a weight cast
+    # facts on which the decision is based; ``None`` for sites that the policy or the tracer added
     facts: OpFacts | None = None
+    # FP32 values of the arguments that the policy changed, by position or name
     original_args: Mapping[int | str, Any] = field(default_factory=dict)
-    twin: TwinCall | None = None
+    twin: TwinCall | None = None  # the call of a custom op whose twin contains the op
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a custom autograd function, repeatable on other tensors.
+    """A call of a custom autograd function, repeatable on other tensors."""
 
-    Attributes:
-        function: The function's class.
-        args: Its arguments, with ``None`` in place of each tensor.
-        tensors: Positions of the tensors among the arguments.
-        outputs: Positions of the outputs that require a gradient.
-    """
-
-    function: Any
-    args: tuple[Any, ...]
-    tensors: tuple[int, ...]
-    outputs: tuple[int, ...]
+    function: Any  # the function's class
+    args: tuple[Any, ...]  # its arguments, with ``None`` in place of each tensor
+    tensors: tuple[int, ...]  # positions of the tensors among the arguments
+    outputs: tuple[int, ...]  # positions of the outputs that require a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class CustomBackward:
-    """The backward of one call of a custom autograd function, or the hooks of one tensor.
+    """The backward of one call of a custom autograd function, or the hooks of one tensor."""
 
-    Attributes:
-        number: Number in the graph's marks.
-        name: Name for messages, such as ``Scale.backward``.
-        layer: Path of the layer that called the function or registered the hook.
-        source: The line that defines the backward, or the line that could not be traced.
-        failure: Why it could not be traced; ``None`` if it was.
-        call: The function call to repeat, if it can be repeated as a whole.
-        traced: Its graph, separated from the model's. The outputs are the gradients it returns, then those of
-            leaves, then values that other custom backwards read.
-        inputs: Origin of each graph input: ``gradient`` and the output's number, ``value`` and its index in
-            the saved values, or ``shared`` and a name.
-        returns: For each input of the function the index of its gradient; ``None`` for no gradient.
-        leaves: Indices, among the saved values, of leaves whose gradient the backward itself sets.
-        shares: Names of the remaining outputs.
-    """
-
-    number: int
-    name: str
-    layer: str
-    source: SourceLine | None
-    failure: str | None
-    call: FunctionCall | None
+    number: int  # in the graph's marks
+    name: str  # in messages, such as ``Scale.backward``
+    layer: str  # path of the layer that called the function or registered the hook
+    source: SourceLine | None  # the line that defines the backward, or the line that could not be traced
+    failure: str | None  # why it could not be traced; ``None`` if it was
+    call: FunctionCall | None  # the function call to repeat, if it can be repeated as a whole
+    # its graph, separated from the model's; the outputs are the gradients it returns, then those of leaves,
+    # then values that other custom backwards read
     traced: TracedModel | None = None
+    # origin of each graph input: ``gradient`` and the output's number, ``value`` and its index in the saved
+    # values, or ``shared`` and a name
     inputs: tuple[tuple[str, int | str], ...] = ()
+    # for each input of the function the index of its gradient; ``None`` for no gradient
     returns: tuple[int | None, ...] = ()
+    # indices, among the saved values, of leaves whose gradient the backward itself sets
     leaves: tuple[int, ...] = ()
-    shares: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()  # names of the remaining outputs
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """A flat FX graph of ATen ops with the policy's casts, before decomposition.
-
-    ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are the
-    shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
-    fit; ``split_ties`` names tied weights that the policy would store differently under each name;
-    ``structure`` is the structure of the outputs; ``custom_functions`` names custom autograd functions, whose
-    backward is not part of the graph, and ``checkpoint``, if activations are recomputed; ``custom_backwards``
-    are their backwards, where gradients were asked for, and ``backward_notes`` what they leave out.
-    ``changes`` are changes of the model's Python state, and ``random_constants`` says whether the graph holds
-    random numbers as constants: then it is valid for one call only. ``reads`` are the lines of the model's
-    code that read a precision; ``path`` are the values that it read, if the graph is valid for inputs with
-    these values only.
-    """
+    """A flat FX graph of ATen ops with the policy's casts, before decomposition."""
 
     graph: fx.Graph
     placeholders: tuple[Placeholder, ...]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # the model's own FP32 tensors (never copies), by placeholder
     sites: tuple[Site, ...]
     outputs: tuple[str, ...]
-    signature: tuple[Any, ...]
+    signature: tuple[Any, ...]  # shapes and dtypes that the graph is valid for
     policy: str
     dtype: torch.dtype
     notes: tuple[str, ...]
-    clip: Constants | None = None
-    split_ties: tuple[tuple[str, ...], ...] = ()
-    structure: OutputStructure | None = None
+    clip: Constants | None = None  # what the policy does to weights that do not fit
+    split_ties: tuple[tuple[str, ...], ...] = ()  # tied weights that it would store differently by name
+    structure: OutputStructure | None = None  # of the outputs
+    # custom autograd functions, whose backward is not in the graph, and ``checkpoint`` if it recomputes
     custom_functions: tuple[str, ...] = ()
-    changes: tuple[StateChange, ...] = ()
-    random_constants: bool = False
-    reads: tuple[SourceLine, ...] = ()
-    custom_backwards: tuple[CustomBackward, ...] = ()
-    backward_notes: tuple[str, ...] = ()
-    path: tuple[ValueRead, ...] | None = None
+    changes: tuple[StateChange, ...] = ()  # of the model's Python state
+    random_constants: bool = False  # whether it holds random numbers, and so is valid for one call only
+    reads: tuple[SourceLine, ...] = ()  # lines of the model's code that read a precision
+    custom_backwards: tuple[CustomBackward, ...] = ()  # where gradients were asked for
+    backward_notes: tuple[str, ...] = ()  # what the custom backwards leave out
+    path: tuple[ValueRead, ...] | None = None  # values that the code read; the graph is valid for these only
     rounded: frozenset[str] = frozenset()
 
     @property

@@ -231,15 +231,10 @@ Edit = Callable[[OpCalled, History, Emit], OpCalled]
 
 @dataclass(frozen=True, slots=True)
 class ReplaceConstant:
-    """Replaces a Python number by a larger eps, or by a mask value in range.
+    """Replaces a Python number by a larger eps, or by a mask value in range."""
 
-    Attributes:
-        old: The number to replace.
-        new: Its replacement.
-    """
-
-    old: float
-    new: float
+    old: float  # the number to replace
+    new: float  # its replacement
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
         """Return the same op with the new number."""

@@ -44,22 +44,14 @@ _SKIPPED = (type, types.ModuleType, types.BuiltinFunctionType, *_PLAIN)
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """A change to one container by the model's code.
+    """A change to one container by the model's code."""
 
-    Attributes:
-        number: Index of the container in a snapshot.
-        name: Path of the change, such as ``encoder.step``.
-        before: A shallow copy of the container before the run.
-        after: The same after it.
-        plain: Whether all new values are numbers, strings and containers of these.
-        stale: The previous tensors, if all new values are tensors of the same shapes.
-    """
-
-    number: int
-    name: str
-    before: Any
-    after: Any
-    plain: bool
+    number: int  # index of the container in a snapshot
+    name: str  # path of the change, such as ``encoder.step``
+    before: Any  # a shallow copy of the container before the run
+    after: Any  # the same after it
+    plain: bool  # whether all new values are numbers, strings and containers of these
+    # the previous tensors, if all new values are tensors of the same shapes
     stale: tuple[torch.Tensor, ...] | None = None
 
 
@@ -67,15 +59,11 @@ class PythonState:
     """A snapshot of a model's modes, attributes, containers, hooks, closures and dtypes.
 
     Snapshots of a model and of its copy list the same containers in the same order.
-
-    Attributes:
-        live: The containers.
-        names: The path of each, of a module and an attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.live: list[Any] = []
-        self.names: list[str] = []
+        self.live: list[Any] = []  # the containers
+        self.names: list[str] = []  # the path of each, of a module and an attribute
         self._then: list[Any] = []
         self._tables: list[dict[str, Any]] = []
         self._tables_then: list[dict[str, Any]] = []

@@ -59,15 +59,10 @@ class TwinFailed(SourceError):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A function that computes the same as an op.
+    """A function that computes the same as an op."""
 
-    Attributes:
-        op: Name of the op, such as ``mylib::softmax``.
-        function: PyTorch function of the op's arguments.
-    """
-
-    op: str
-    function: Function
+    op: str  # name of the op, such as ``mylib::softmax``
+    function: Function  # PyTorch function of the op's arguments
 
     def __call__(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function with the arguments of a call of the op.
@@ -118,17 +113,11 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class TwinCall:
-    """A call of an op that is traced through its twin.
+    """A call of an op that is traced through its twin."""
 
-    Attributes:
-        op: Name of the op.
-        site: Site of the call.
-        called_at: The user's line that calls the op.
-    """
-
-    op: str
-    site: SiteId
-    called_at: SourceLine | None
+    op: str  # its name
+    site: SiteId  # of the call
+    called_at: SourceLine | None  # the user's line that calls the op
 
 
 @overload
@@ -337,16 +326,12 @@ class TwinCheck(TorchDispatchMode):
     """Calls ops by their kernels and compares their twins, once per batch, op and kinds of arguments.
 
     Where there is no kernel, the twin's result is used.
-
-    Attributes:
-        unchecked: For each op whose kernel cannot run here, the reason.
-        checked: Ops whose twin agrees with the kernel.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.unchecked: dict[str, str] = {}
-        self.checked: set[str] = set()
+        self.unchecked: dict[str, str] = {}  # for each op whose kernel cannot run here, the reason
+        self.checked: set[str] = set()  # ops whose twin agrees with the kernel
         self._compared_calls: set[tuple[Any, ...]] = set()
 
     def begin_batch(self) -> None:

@@ -354,16 +354,12 @@ def _fitting(gradient: Any, value: torch.Tensor) -> torch.Tensor | None:
 
 
 class CustomCode:
-    """Records the custom backward code that a model uses, and registers it with a tracer, if any.
-
-    Attributes:
-        names: Custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
-        notes: What the trace of the backward leaves out.
-    """
+    """Records the custom backward code that a model uses, and registers it with a tracer, if any."""
 
     def __init__(self, tracer: BackwardTracer | None, layer: Callable[[], str]) -> None:
+        # custom functions that were called, ``checkpoint`` for recomputed activations, or a hook
         self.names: dict[str, None] = {}
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, None] = {}  # what the trace of the backward leaves out
         self._tracer = tracer
         self._layer = layer
         self._open_checkpoints = 0

@@ -31,18 +31,12 @@ class ReadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What Python decided on a float that it read, such as a comparison.
+    """What Python decided on a float that it read, such as a comparison."""
 
-    Attributes:
-        taken: Result for the FP32 values.
-        source: Innermost line of the model's code that decides.
-        caller: The user's line that calls it, if that is another one.
-        evaluate: Function that repeats the decision on other values, keyed by the numbers of the reads.
-    """
-
-    taken: Any
-    source: SourceLine | None
-    caller: SourceLine | None
+    taken: Any  # result for the FP32 values
+    source: SourceLine | None  # innermost line of the model's code that decides
+    caller: SourceLine | None  # the user's line that calls it, if that is another one
+    # function that repeats the decision on other values, keyed by the numbers of the reads
     evaluate: Callable[[Values], Any]
 
     def differs(self, values: Values) -> bool:
@@ -57,27 +51,16 @@ class Decided:
 
 @dataclass(slots=True)
 class ValueRead:
-    """One read of a tensor's values by the model's code.
+    """One read of a tensor's values by the model's code."""
 
-    Attributes:
-        number: Number of the read's mark in the graph.
-        name: Method that reads the values, such as ``item`` or ``numpy``.
-        kind: Kind of Python value that the method returns.
-        layer: Path of the module whose forward reads the values.
-        source: Innermost line of the model's code.
-        caller: The user's line that calls it, if that is another one.
-        value: Values during the trace, on the CPU.
-        decided: Decisions on the float, if the read returns one.
-    """
-
-    number: int
-    name: str
-    kind: ReadKind
-    layer: str
-    source: SourceLine | None
-    caller: SourceLine | None
-    value: torch.Tensor
-    decided: list[Decided] = field(default_factory=list)
+    number: int  # of the read's mark in the graph
+    name: str  # method that reads the values, such as ``item`` or ``numpy``
+    kind: ReadKind  # of what the method returns
+    layer: str  # path of the module whose forward reads the values
+    source: SourceLine | None  # innermost line of the model's code
+    caller: SourceLine | None  # the user's line that calls it, if that is another one
+    value: torch.Tensor  # during the trace, on the CPU
+    decided: list[Decided] = field(default_factory=list)  # decisions on the float, if the read returns one
 
 
 def python_value(name: str, value: torch.Tensor) -> Any:
@@ -90,14 +73,10 @@ def python_value(name: str, value: torch.Tensor) -> Any:
 
 
 class ReadValues:
-    """Collects the reads of one trace.
-
-    Attributes:
-        reads: The reads in the order of the run.
-    """
+    """Collects the reads of one trace."""
 
     def __init__(self) -> None:
-        self.reads: list[ValueRead] = []
+        self.reads: list[ValueRead] = []  # the reads in the order of the run
 
     def add(self, name: str, layer: str, value: torch.Tensor) -> ValueRead:
         """Record a read."""

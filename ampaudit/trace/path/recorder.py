@@ -83,28 +83,19 @@ class PathTracing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenValues:
-    """The FP32 values that decide the path of a step.
+    """The FP32 values that decide the path of a step."""
 
-    Attributes:
-        inputs: Input tensors of the FP32 run; the trace has the dtypes of the 16-bit run.
-        buffers: Buffers as earlier steps have left them, by name.
-    """
-
+    # input tensors of the FP32 run; the trace has the dtypes of the 16-bit run
     inputs: Sequence[torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]  # buffers as earlier steps have left them, by name
 
 
 class PathRecorder:
-    """Follows one trace with the FP32 values of its tensors.
-
-    Attributes:
-        values: FP32 values of the tensors.
-        reads: Reads of these values by the model's code.
-    """
+    """Follows one trace with the FP32 values of its tensors."""
 
     def __init__(self) -> None:
-        self.values = Fp32Values()
-        self.reads = ReadValues()
+        self.values = Fp32Values()  # FP32 values of the tensors
+        self.reads = ReadValues()  # reads of these values by the model's code
         self._layer: Any = lambda: ""
 
     def begin(
