@@ -84,16 +84,10 @@ def _list(call: NodeCall, value: Operand) -> list[Any]:
     return value
 
 
-@operator("SequenceConstruct")
+@operator("SequenceConstruct", "SequenceEmpty")
 def construct(call: NodeCall, *values: Operand) -> list[Any]:
     """Make a sequence."""
     return list(values)
-
-
-@operator("SequenceEmpty")
-def empty(call: NodeCall) -> list[Any]:
-    """Make an empty sequence."""
-    return []
 
 
 @operator("SequenceAt")

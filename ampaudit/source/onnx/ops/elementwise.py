@@ -89,16 +89,10 @@ def mod(call: NodeCall, a: Tensor, b: Operand) -> Tensor:
     return function(a, call.operand(b, a))
 
 
-@operator("Max", "Min")
-def extreme(call: NodeCall, *values: Tensor) -> Tensor:
-    """Return the largest or smallest of several tensors."""
-    return reduce(torch.maximum if call.node.op_type == "Max" else torch.minimum, values)
-
-
-@operator("Sum", "Mean")
-def total(call: NodeCall, *values: Tensor) -> Tensor:
-    """Add several tensors, or average them."""
-    result = reduce(torch.add, values)
+@operator("Max", "Min", "Sum", "Mean")
+def combined(call: NodeCall, *values: Tensor) -> Tensor:
+    """Return the largest, the smallest, the sum or the mean of several tensors."""
+    result = reduce({"Max": torch.maximum, "Min": torch.minimum}.get(call.node.op_type, torch.add), values)
     return result / len(values) if call.node.op_type == "Mean" else result
 
 
@@ -177,18 +171,11 @@ def clip(call: NodeCall, tensor: Tensor, low: Operand = None, high: Operand = No
 
 
 @operator("Gelu")
-@operator("Gelu", domain="com.microsoft")
-def gelu(call: NodeCall, x: Tensor) -> Tensor:
-    """Apply the Gaussian error linear unit."""
-    return F.gelu(x, approximate=call.attribute("approximate", "none"))
-
-
-@operator("FastGelu", "BiasGelu", domain="com.microsoft")
-def bias_gelu(call: NodeCall, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add, then apply the Gaussian error linear unit."""
-    return F.gelu(
-        x if bias is None else x + bias, approximate="tanh" if call.node.op_type == "FastGelu" else "none"
-    )
+@operator("Gelu", "FastGelu", "BiasGelu", domain="com.microsoft")
+def gelu(call: NodeCall, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply the Gaussian error linear unit, to the sum if there is a bias."""
+    usual = "tanh" if call.node.op_type == "FastGelu" else "none"
+    return F.gelu(x if bias is None else x + bias, approximate=call.attribute("approximate", usual))
 
 
 @operator("Swish")

@@ -137,8 +137,17 @@ def stft(call: NodeCall, x: Tensor, step: Operand, window: Operand = None, lengt
 
 @operator("LayerNormalization")
 def layer_norm(call: NodeCall, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
-    """Normalize over the last axes; statistics are computed in float32."""
-    return _layer_norm(call, x, scale, bias, call.attribute("axis", -1) % x.ndim)
+    """Normalize over the last axes; the statistics, if they are used, are computed in float32."""
+    axis, eps = call.attribute("axis", -1) % x.ndim, _epsilon(call)
+    shape = list(x.shape[axis:])
+    weight, shift = _spread(scale, shape), None if bias is None else _spread(bias, shape)
+    result = F.layer_norm(x, shape, weight, shift, eps)
+    if not (call.is_read(1) or call.is_read(2)):
+        return result, None, None
+    axes, wide = list(range(axis, x.ndim)), x.float()
+    mean = wide.mean(axes, keepdim=True)
+    variance = (wide - mean).square().mean(axes, keepdim=True)
+    return result, mean, torch.rsqrt(variance + eps)
 
 
 @operator("RMSNormalization")
@@ -146,7 +155,7 @@ def layer_norm(call: NodeCall, x: Tensor, scale: Tensor, bias: Tensor | None = N
 @operator("SimplifiedLayerNormalization", domain="com.microsoft")
 def rms_norm(call: NodeCall, x: Tensor, scale: Tensor) -> Any:
     """Divide by the root of the mean square over the last axes."""
-    result = _rms_norm(call, x, scale, call.attribute("axis", -1) % x.ndim)
+    result = _rms_norm(call, x, scale)
     return (result, _inverse_root(call, x)) if call.is_read(1) else result
 
 
@@ -161,7 +170,7 @@ def skip_layer_norm(
 ) -> Any:
     """Add, then normalize over the last axis."""
     total = x + skip if before is None else x + skip + before
-    return (*_layer_norm(call, total, scale, bias, total.ndim - 1), total)
+    return (*layer_norm(call, total, scale, bias), total)
 
 
 @operator("SkipSimplifiedLayerNormalization", domain="com.microsoft")
@@ -170,27 +179,12 @@ def skip_rms_norm(
 ) -> Any:
     """Add, then divide by the root of the mean square over the last axis."""
     total = x + skip if before is None else x + skip + before
-    result = _rms_norm(call, total, scale, total.ndim - 1)
+    result = _rms_norm(call, total, scale)
     return result, None, _inverse_root(call, total) if call.is_read(2) else None, total
 
 
-def _layer_norm(
-    call: NodeCall, tensor: Tensor, scale: Tensor, bias: Tensor | None, axis: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Normalize; also return the mean and the inverse standard deviation if they are used."""
-    shape, eps = list(tensor.shape[axis:]), _epsilon(call)
-    weight, shift = _spread(scale, shape), None if bias is None else _spread(bias, shape)
-    result = F.layer_norm(tensor, shape, weight, shift, eps)
-    if not (call.is_read(1) or call.is_read(2)):
-        return result, None, None
-    axes, wide = list(range(axis, tensor.ndim)), tensor.float()
-    mean = wide.mean(axes, keepdim=True)
-    variance = (wide - mean).square().mean(axes, keepdim=True)
-    return result, mean, torch.rsqrt(variance + eps)
-
-
-def _rms_norm(call: NodeCall, tensor: Tensor, scale: Tensor, axis: int) -> Tensor:
-    shape = list(tensor.shape[axis:])
+def _rms_norm(call: NodeCall, tensor: Tensor, scale: Tensor) -> Tensor:
+    shape = list(tensor.shape[call.attribute("axis", -1) % tensor.ndim :])
     return F.rms_norm(tensor, shape, _spread(scale, shape), _epsilon(call))
 
 
