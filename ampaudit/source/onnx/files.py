@@ -155,11 +155,6 @@ class OnnxFile:
                 return torch.tensor(attribute.value, dtype=torch.int64)
         raise self._fault(f"the constant {describe(node.name or node.outputs[0].name)!r} is not a number")
 
-    @property
-    def displayed_path(self) -> str:
-        """The path of the file for messages."""
-        return describe_path(self.path)
-
     def graphs(self) -> Iterator[ir.Graph | ir.Function]:
         """Yield the graph, the bodies inside it, and the model's functions."""
         yield self.model.graph
@@ -212,7 +207,12 @@ def read_onnx(path: Path) -> OnnxFile:
     Raises:
         SourceError: The file is missing, truncated, or not an ONNX model.
     """
-    onnx, ir = _packages(path)
+    try:
+        import onnx
+        import onnx_ir as ir
+    except ImportError as error:
+        what = f"{describe_path(path)}: reading ONNX needs the package {error.name or 'onnx'}"
+        raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
     if not path.exists():
         raise SourceError(f"no such file: {describe_path(path)}", hint="check the path of the .onnx file")
     mapping = map_privately(path, SourceError)
@@ -223,26 +223,20 @@ def read_onnx(path: Path) -> OnnxFile:
         proto.ParseFromString(without_large_values(mapping))
         check_model(proto)
         model = ir.from_proto(proto)
-        for graph in (model.graph, *model.functions.values()):
+        outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+        for graph in outers:
             _sort(graph)
     except BadGraph as error:
         raise SourceError(describe(f"{path}: {error}", MAX_MESSAGE), hint=error.hint) from error
     except Exception as error:  # whatever the parser raises
-        what = f"is not an ONNX model, or damaged: {describe(_cause(error), 100)}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"is not an ONNX model, or damaged: {describe(cause, 100)}"
         raise SourceError(f"{describe_path(path)} {what}", hint=_SAVE_AGAIN) from error
     file = OnnxFile(path, model)
     file._mappings[path] = mapping
     return file
-
-
-def _packages(path: Path) -> tuple[Any, Any]:
-    try:
-        import onnx
-        import onnx_ir
-    except ImportError as error:
-        what = f"{describe_path(path)}: reading ONNX needs the package {error.name or 'onnx'}"
-        raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
-    return onnx, onnx_ir
 
 
 def _sort(graph: ir.Graph | ir.Function) -> None:
@@ -253,13 +247,6 @@ def _sort(graph: ir.Graph | ir.Function) -> None:
         node = first_in_cycle([*graph])
         name = "a node" if node is None else node_title(node.name or node.outputs[0].name or "", node.op_type)
         raise BadGraph(f"{name} needs its own result") from None
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the root cause of an exception."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tensor:

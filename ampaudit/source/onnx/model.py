@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import AuditError, InputError, SourceError
-from ampaudit.core.untrusted import MAX_MESSAGE, describe
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
@@ -176,7 +176,6 @@ class _Run:
         self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # under the policy
 
     def outputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Compute the outputs."""
         graph = self._program.file.model.graph
         scope: Scope = dict(inputs)
         self._add_initializers(graph, scope)
@@ -316,7 +315,7 @@ class _Run:
         return [Known(t, partial(lambda index: traced()[index], i)) for i, t in enumerate(results)]
 
     def _locate(self, node: ir.Node, error: AuditError) -> SourceError:
-        where = f"{self._program.file.displayed_path}: {self._title(node)}"
+        where = f"{describe_path(self._program.file.path)}: {self._title(node)}"
         return SourceError(describe(f"{where}: {error.args[0]}", MAX_MESSAGE), hint=error.hint)
 
     def _title(self, node: ir.Node) -> str:

@@ -140,7 +140,6 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 
 
 def _is_taken(module: nn.Module, name: str) -> bool:
-    """Return whether a name is used or reserved in a module."""
     return not name or name.startswith("_") or hasattr(module, name)
 
 
