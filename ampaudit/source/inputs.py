@@ -39,7 +39,6 @@ __all__ = [
     "Functions",
     "batches_of",
     "functions_of",
-    "has_inputs",
     "inputs_from",
     "recorded_calls",
     "save_inputs",
@@ -64,11 +63,6 @@ _HINTS = {
 }
 
 
-def has_inputs(module: ModuleType) -> bool:
-    """Return whether a file defines inputs."""
-    return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
-
-
 def batches_of(module: ModuleType, count: int, seed: int, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
     """Return up to ``count`` batches from batches() or from repeated calls of example_inputs().
 
@@ -85,8 +79,11 @@ def batches_of(module: ModuleType, count: int, seed: int, sizes: Mapping[str, in
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
     result = _call(module, "batches", _MISSING, sizes)
     if result is not _MISSING:
+        if isinstance(result, torch.Tensor | Mapping) or not isinstance(result, Iterable):
+            what = f"batches() returned {type(result).__name__}"
+            raise InputError(what, hint="return a list of batches, or yield them")
         with calling_user_code("batches()"):
-            items = list(islice(_iterable(result), count))
+            items = list(islice(result, count))
         if not items:
             raise InputError("batches() yields nothing", hint="yield at least one batch")
         return tuple(_batch(module, item, kwargs, "batches()") for item in items)
@@ -181,14 +178,6 @@ def unknown_axis(axis: str, axes: Sequence[str], otherwise: str) -> UsageError:
     """Return the error for an axis that the inputs do not have."""
     hint = f"axes of these inputs: {describe(', '.join(axes))}" if axes else otherwise
     return UsageError(f"--sweep: the inputs have no axis {describe(axis)!r}", hint=hint)
-
-
-def _iterable(value: Any) -> Iterable[Any]:
-    if isinstance(value, torch.Tensor | Mapping) or not isinstance(value, Iterable):
-        raise InputError(
-            f"batches() returned {type(value).__name__}", hint="return a list of batches, or yield them"
-        )
-    return value
 
 
 def _batch(module: ModuleType, item: Any, kwargs: Mapping[str, Any], what: str) -> Batch:

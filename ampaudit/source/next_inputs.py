@@ -68,7 +68,7 @@ def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str
         SourceError: The function raises.
     """
     args, kwargs = restored((batch.args, batch.kwargs))
-    inputs = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
+    inputs = Batch(args, kwargs).whole
     with calling_user_code(f"{NEXT_INPUTS} after {call}"):
         result = function(outputs, inputs)
     if isinstance(result, torch.Tensor):
@@ -161,7 +161,6 @@ def plan_decoding(
 
 
 def _by_name(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return a batch's inputs by name."""
     try:
         bound = inspect.signature(model.forward).bind(*batch.args, **batch.kwargs).arguments
     except TypeError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.checkpoint.header import MANIFEST, ONNX, PROGRAM
-from ampaudit.checkpoint.open import open_checkpoint
+from ampaudit.checkpoint.open import PICKLED, open_checkpoint
 from ampaudit.checkpoint.plain_pickle import CodeNeeded
 from ampaudit.core.errors import InputError, SourceError, UsageError, WeightsError
 from ampaudit.core.files import states_of
@@ -32,14 +32,12 @@ _TAIL = 1 << 20  # bytes at the end of an archive that hold its member names
 _SCRIPTED = b"/code/__torch__"
 _ARCHIVES = (".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc", ".bin", "")
 _FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 or .onnx file"
-_WEIGHTS = (
-    "holds weights, not a model",
-    "ampaudit scan model.py --weights {path}, where get_model() in model.py builds the model",
-)
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_FRAMEWORK = ("is not a PyTorch model", "scan the PyTorch model that it was made from")
 _KINDS = {
-    (".safetensors", ".bin", ".pt", ".pth", ".ckpt"): _WEIGHTS,
+    (".safetensors", *PICKLED): (
+        "holds weights, not a model",
+        "ampaudit scan model.py --weights {path}, where get_model() in model.py builds the model",
+    ),
     (".gguf",): (
         "holds the quantized weights of another runtime",
         "scan the Hugging Face directory that it was made from",
@@ -186,7 +184,13 @@ def refuse_other_kinds(path: Path) -> None:
     if (path / CONFIG_FILE).is_file():
         _check_config(path)
     elif (path / ADAPTER).is_file():
-        raise _adapter(path)
+        base = read_table(path / ADAPTER, SourceError).get("base_model_name_or_path")
+        what = describe(base or "a model that it does not name")
+        raise SourceError(
+            f"{describe_path(path)} holds an adapter ({ADAPTER}) of {what}, not a whole model",
+            hint="return PeftModel.from_pretrained(base, ADAPTER) from get_model() in a Python file, or "
+            "merge them with merge_and_unload() and save_pretrained(DIR), and scan DIR",
+        )
 
 
 def _is_torchscript(path: Path) -> bool:
@@ -224,17 +228,6 @@ def _file(path: Path, kind: list[Any]) -> str:
     return f"a Python file whose get_model() returns {call}, with example_inputs()"
 
 
-def _adapter(path: Path) -> SourceError:
-    """Return the error for a PEFT adapter, which suggests how to scan it."""
-    base = read_table(path / ADAPTER, SourceError).get("base_model_name_or_path")
-    what = describe(base or "a model that it does not name")
-    return SourceError(
-        f"{describe_path(path)} holds an adapter ({ADAPTER}) of {what}, not a whole model",
-        hint="return PeftModel.from_pretrained(base, ADAPTER) from get_model() in a Python file, or merge "
-        "them with merge_and_unload() and save_pretrained(DIR), and scan DIR",
-    )
-
-
 def _check_config(path: Path) -> None:
     table = read_raw_config(path)
     place = describe_path(path)
@@ -269,7 +262,7 @@ def not_a_model(location: str) -> SourceError:
         if hub:
             hint += f"; for a model of the Hub, run 'hf download {hub[1]} --local-dir DIR' and scan DIR"
         return SourceError(f"no such file or directory: {name}", hint=hint)
-    if path.suffix.lower() in _PICKLED and (needed := _needed_code(path)):
+    if path.suffix.lower() in PICKLED and (needed := _needed_code(path)):
         hint = "if you trust it, scan a Python file whose get_model() loads it with weights_only=False"
         return SourceError(f"{name} is no plain state_dict: {needed}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():

@@ -25,7 +25,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_number
 from ampaudit.core.untrusted import describe
 from ampaudit.report.model import GIVEN, InputsInfo
-from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
+from ampaudit.source.inputs import batches_of, functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
@@ -48,28 +48,20 @@ def from_python_file(path: Path, factory: str | None, options: SourceConfig, loc
         InputError: The file defines no inputs.
     """
     torch.manual_seed(options.seed)
-    module = module_from_file(path)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return _source(module, factory, options, location, "python", digest)
+    return _source(module_from_file(path), factory, options, location, "python")
 
 
 def from_import_path(name: str, factory: str, options: SourceConfig, location: str) -> ModelSource:
     """Load the model of ``package.module:factory``, with inputs from that module or --inputs."""
     torch.manual_seed(options.seed)
-    module = import_module_named(name)
-    file = getattr(module, "__file__", None)
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-    return _source(module, factory, options, location, "import", digest)
+    return _source(import_module_named(name), factory, options, location, "import")
 
 
 def _source(
-    module: ModuleType,
-    factory: str | None,
-    options: SourceConfig,
-    location: str,
-    kind: str,
-    digest: str | None,
+    module: ModuleType, factory: str | None, options: SourceConfig, location: str, kind: str
 ) -> ModelSource:
+    file = getattr(module, "__file__", None)
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
     model = runnable(_model(module, factory, options.args, location), location)
     functions, info = functions_of(module), GIVEN
     sized: Sized | None = None
@@ -78,7 +70,7 @@ def _source(
     elif options.inputs is not None:
         sized, functions, info = inputs_from(options, model, module)
         batches = sized(options.input_sizes or {})
-    elif has_inputs(module):
+    elif any(callable(getattr(module, name, None)) for name in ("batches", "example_inputs")):
         sized = partial(batches_of, module, options.batches or 1, options.seed)
         batches = sized(options.input_sizes or {})
     elif batches := _own_batches(model, options, location):
@@ -322,7 +314,7 @@ def _overrides(model: nn.Module, name: str) -> bool:
 
 def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the training step on a batch and return its loss."""
-    batch = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
+    batch = Batch(args, kwargs).whole
     name = type(self).__name__
     if not getattr(self, "automatic_optimization", True):
         raise InputError(f"{name} optimizes manually: its training_step needs a Trainer", hint=_FORWARD)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NoReturn
+from typing import Final
 
 from ampaudit.core.errors import AuditError, SourceError, first_line
 from ampaudit.core.text import escape_control
@@ -131,20 +131,16 @@ def locating_failures(what: str) -> Iterator[None]:
     except MemoryError as error:
         raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error
     except Exception as error:
-        _raise_located(what, error)
-
-
-def _raise_located(what: str, error: Exception) -> NoReturn:
-    user_line, _ = failing_lines(error.__traceback__)
-    where = f"{user_line.file}:{user_line.line}: " if user_line else f"{what}: "
-    hint = "run the file with Python to see the full traceback, or pass --debug"
-    if isinstance(error, ModuleNotFoundError):
-        hint = f"install {error.name!r} in the environment that runs ampaudit"
-        here = Path(str(error.name).partition(".")[0])
-        if here.is_dir() or here.with_suffix(".py").is_file():
-            hint = f"{here} is in the current directory: name the model as package.module:get_model"
-    elif user_line is None and isinstance(error, TypeError):
-        hint = f"{what} is called as it stands here; give its parameters defaults"
-    elif any(words in str(error) for words in _NO_DEVICE):
-        hint = "this machine has no such device: create models and inputs on the CPU; --device moves them"
-    raise SourceError(f"{where}{type(error).__name__}: {first_line(error)}", hint=hint) from error
+        user_line, _ = failing_lines(error.__traceback__)
+        where = f"{user_line.file}:{user_line.line}: " if user_line else f"{what}: "
+        hint = "run the file with Python to see the full traceback, or pass --debug"
+        if isinstance(error, ModuleNotFoundError):
+            hint = f"install {error.name!r} in the environment that runs ampaudit"
+            here = Path(str(error.name).partition(".")[0])
+            if here.is_dir() or here.with_suffix(".py").is_file():
+                hint = f"{here} is in the current directory: name the model as package.module:get_model"
+        elif user_line is None and isinstance(error, TypeError):
+            hint = f"{what} is called as it stands here; give its parameters defaults"
+        elif any(words in str(error) for words in _NO_DEVICE):
+            hint = "this machine has no such device: create models and inputs on the CPU; --device moves them"
+        raise SourceError(f"{where}{type(error).__name__}: {first_line(error)}", hint=hint) from error
