@@ -181,20 +181,18 @@ def _parsed(path: Path, text: bytes) -> tuple[list[TensorEntry], dict[str, str]]
     metadata = table.pop(_METADATA, {})
     rows = validate(_ROWS, table, path, WeightsError, _HINT)
     texts = validate(_TEXTS, {_METADATA: metadata}, path, WeightsError, _HINT)[_METADATA]
-    entries = [_entry(path, name, row) for name, row in rows.items()]
+    entries: list[TensorEntry] = []
+    for name, row in rows.items():
+        start, end = row.data_offsets
+        entry = TensorEntry(name, row.dtype, row.shape, start)
+        if math.prod(max(1, size) for size in row.shape) > _MAX_NUMBER:
+            raise _broken(path, f"tensor {describe(name)!r} needs too many bytes")
+        if end - start != entry.size:
+            shape = describe(entry.shape)
+            needs = f"of shape {shape} needs {entry.size:,} bytes, not {end - start:,}"
+            raise _broken(path, f"tensor {describe(name, 40)!r} {needs}")
+        entries.append(entry)
     return sorted(entries, key=lambda entry: (entry.start, entry.size)), texts
-
-
-def _entry(path: Path, name: str, row: _Row) -> TensorEntry:
-    start, end = row.data_offsets
-    entry = TensorEntry(name, row.dtype, row.shape, start)
-    if math.prod(max(1, size) for size in row.shape) > _MAX_NUMBER:
-        raise _broken(path, f"tensor {describe(name)!r} needs too many bytes")
-    if end - start != entry.size:
-        shape = describe(entry.shape)
-        needs = f"of shape {shape} needs {entry.size:,} bytes, not {end - start:,}"
-        raise _broken(path, f"tensor {describe(name, 40)!r} {needs}")
-    return entry
 
 
 def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> None:

@@ -77,26 +77,22 @@ def map_checkpoint(path: Path) -> MappedWeights:
     for part in checkpoint.parts:
         if isinstance(part, InMemory):
             weights.tensors.update(part.tensors)
-        else:
-            _map_file(checkpoint.path.parent / part.label, weights)
-    return weights
-
-
-def _map_file(path: Path, weights: MappedWeights) -> None:
-    header = read_header(path)
-    mapping = map_privately(path, WeightsError)
-    for entry in header.entries:
-        dtype = dtype_of(entry.dtype)
-        if dtype is None:
-            what = f"torch has no type for {describe(entry.name)!r} ({entry.dtype})"
-            raise WeightsError(f"{describe_path(path)}: {what}")
-        if entry.size == 0:
-            weights.tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
             continue
-        start = header.data_start + entry.start
-        flat = torch.frombuffer(mapping, dtype=dtype, count=entry.elements, offset=start)
-        if start % dtype.itemsize:
-            flat = flat.clone()  # kernels may want aligned values
-        else:
-            weights._mappings[flat.data_ptr()] = (mapping, start, entry.size)
-        weights.tensors[entry.name] = flat.view(entry.shape)
+        file = checkpoint.path.parent / part.label
+        header, mapping = read_header(file), map_privately(file, WeightsError)
+        for entry in header.entries:
+            dtype = dtype_of(entry.dtype)
+            if dtype is None:
+                what = f"torch has no type for {describe(entry.name)!r} ({entry.dtype})"
+                raise WeightsError(f"{describe_path(file)}: {what}")
+            if entry.size == 0:
+                weights.tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
+                continue
+            start = header.data_start + entry.start
+            flat = torch.frombuffer(mapping, dtype=dtype, count=entry.elements, offset=start)
+            if start % dtype.itemsize:
+                flat = flat.clone()  # kernels may want aligned values
+            else:
+                weights._mappings[flat.data_ptr()] = (mapping, start, entry.size)
+            weights.tensors[entry.name] = flat.view(entry.shape)
+    return weights
