@@ -21,7 +21,6 @@ from ampaudit.policy.schema import (
     UNSET,
     Cast,
     EvidenceCondition,
-    Match,
     NumericCondition,
     Rule,
     RuleFile,
@@ -153,7 +152,9 @@ class RuleSet:
             promotes = rule.force or RANK[rule.cast] > RANK[decision.cast]
             if promotes and applies(rule, facts, near):
                 promoted = self._decision(rule, facts)
-                return replace(promoted, why=f"{promoted.why} {_measured_text(facts.measurement)}")
+                peaks = ((words, getattr(facts.measurement, name)) for name, words in _PEAKS.items())
+                text = ", ".join(f"{words} peak {peak:.4g}" for words, peak in peaks if peak is not None)
+                return replace(promoted, why=f"{promoted.why} (measured: {text})")
         return decision
 
     def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
@@ -197,20 +198,19 @@ def _expand_rules(file: RuleFile) -> dict[str, frozenset[str]]:
     }
 
 
-def _measured_text(measurement: Measurement) -> str:
-    peaks = ((words, getattr(measurement, name)) for name, words in _PEAKS.items())
-    text = ", ".join(f"{words} peak {peak:.4g}" for words, peak in peaks if peak is not None)
-    return f"(measured: {text})"
-
-
 def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
     """Return whether a rule that names this op applies, given its other conditions."""
-    when = rule.when
+    when, match = rule.when, rule.match
     return (
         (not when.dtype or facts.dtype in when.dtype)
         and (not when.producer or "producer" in near)
         and (not when.consumer or "consumer" in near)
-        and _matches(rule.match, facts)
+        and (not match.layer or matches_any(match.layer, facts.layer))
+        and (not match.layer_regex or any(compiled(p).search(facts.layer) for p in match.layer_regex))
+        and (not match.module or matches_class(match.module, facts.classes))
+        and (not match.attributes or with_attributes(facts.module, match.attributes))
+        and (not match.parameter or any(matches_any(match.parameter, name) for name in facts.parameters))
+        and (not match.site or matches_any(match.site, facts.site))
         and all(test.holds(facts.arguments.get(name, UNSET)) for name, test in when.arguments.items())
         and (when.depth is None or (facts.depth is not None and when.depth.holds(facts.depth)))
         and (when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype))
@@ -231,17 +231,6 @@ def fits_environment(when: When, environment: TargetEnvironment) -> bool:
         name in environment.versions
         and SpecifierSet(specifier).contains(environment.versions[name], prereleases=True)
         for name, specifier in when.versions.items()
-    )
-
-
-def _matches(match: Match, facts: OpFacts) -> bool:
-    return (
-        (not match.layer or matches_any(match.layer, facts.layer))
-        and (not match.layer_regex or any(compiled(p).search(facts.layer) for p in match.layer_regex))
-        and (not match.module or matches_class(match.module, facts.classes))
-        and (not match.attributes or with_attributes(facts.module, match.attributes))
-        and (not match.parameter or any(matches_any(match.parameter, name) for name in facts.parameters))
-        and (not match.site or matches_any(match.site, facts.site))
     )
 
 
@@ -362,16 +351,15 @@ def _resolve_colors(decisions: list[Decision], sites: Sequence[PlanSite]) -> lis
     if not any(d.cast in COLORS for d in decisions):
         return decisions
     low = color([d.cast for d in decisions], [site.inputs for site in sites])
-    return [_resolve_color(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
-
-
-def _resolve_color(decision: Decision, low: bool) -> Decision:
-    if decision.cast not in COLORS:
-        return decision
-    cast = Cast.LOWER if low else Cast.FLOAT32
-    neighbors = f"colored {'16-bit' if low else 'float32'} by its neighbors"
-    how = {Cast.ALLOW: "always", Cast.DENY: "denied"}.get(decision.cast, neighbors)
-    return replace(decision, cast=cast, why=f"{decision.why} ({decision.cast}: {how})")
+    resolved = []
+    for decision, is_low in zip(decisions, low, strict=True):
+        if decision.cast in COLORS:
+            neighbors = f"colored {'16-bit' if is_low else 'float32'} by its neighbors"
+            how = {Cast.ALLOW: "always", Cast.DENY: "denied"}.get(decision.cast, neighbors)
+            why = f"{decision.why} ({decision.cast}: {how})"
+            decision = replace(decision, cast=Cast.LOWER if is_low else Cast.FLOAT32, why=why)
+        resolved.append(decision)
+    return resolved
 
 
 def _apply_neighbor_rules(
