@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, BinaryIO, NoReturn
 
 from ampaudit.core.confinement import die_with_parent
@@ -35,8 +36,7 @@ __all__ = ["ForkedProcess", "prepare_forks", "start_forked", "start_interpreter"
 # last, so that nothing in it shadows another module
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from importlib import import_module; module, _, name = sys.argv.pop(1).partition(':'); "
-    "getattr(import_module(module), name)()"
+    "from pkgutil import resolve_name; resolve_name(sys.argv.pop(1))()"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
 _MAX_IDLE = 2  # idle servers to keep
@@ -328,8 +328,7 @@ def _run(order: dict[str, Any], streams: Sequence[int], connection: socket.socke
         tempfile.tempdir = None  # an import may have cached it under another environment
         os.chdir(order["folder"])
         sys.argv = [order["target"], *order["arguments"]]
-        module, _, name = order["target"].partition(":")
-        getattr(import_module(module), name)()
+        resolve_name(order["target"])()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

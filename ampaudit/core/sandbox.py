@@ -117,7 +117,10 @@ class Sandbox:
         self._process.stop()  # and processes that it left behind
         path = self.folder / ANSWER
         if not path.exists():
-            raise error(_message(what, self._ended()), hint=hint)
+            why = f"could not be read: {self._process.death()}"
+            if self._process.killed_by == "SIGXCPU":
+                why = f"reading it takes more than {self._limits.processor_seconds} s"
+            raise error(_message(what, why), hint=hint)
         try:
             answer = parse_json(read_bounded(path, _MAX_ANSWER, error))
         except (ValueError, AuditError) as cause:
@@ -128,11 +131,6 @@ class Sandbox:
             hint = describe(answer["hint"], MAX_MESSAGE) if answer["hint"] else hint
             raise error(_message(what, str(answer["error"])), hint=hint)
         return answer["answer"]
-
-    def _ended(self) -> str:
-        if self._process.killed_by == "SIGXCPU":
-            return f"reading it takes more than {self._limits.processor_seconds} s"
-        return f"could not be read: {self._process.death()}"
 
 
 def prepare_sandbox(target: str, environment: dict[str, str], imports: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ampaudit.core import confinement
@@ -21,13 +22,12 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc"
 
 def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Import the target, confine this process, and return the answer or the error."""
-    module, _, name = order["target"].partition(":")
     limits = order["limits"]
     attempts: list[str] = []
     try:
         for needed in order["imports"]:
             import_module(needed)
-        work = getattr(import_module(module), name)(order["request"])
+        work = resolve_name(order["target"])(order["request"])
         confinement.confine_process()
         confinement.limit_resources(limits["memory"], limits["processor_seconds"])
         confinement.watch_calls(folder, attempts.append)
