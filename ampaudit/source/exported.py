@@ -25,7 +25,7 @@ from ampaudit.report.model import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, Sized
 from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
-from ampaudit.source.pt2.schema import PROGRAM_SCHEMA, ProgramFile, Signature
+from ampaudit.source.pt2.schema import PROGRAM_SCHEMA, Signature
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["ExportedModel", "StoredProgram", "from_exported", "read_program"]
@@ -156,7 +156,12 @@ def read_program(path: Path) -> StoredProgram:
 
 def _read(archive: Archive) -> StoredProgram:
     name = _model_in(archive)
-    program = _parse(archive, f"models/{name}.json")
+    member = f"models/{name}.json"
+    document = parse_json(archive.read(member, _MAX_JSON))
+    program = validate(PROGRAM_SCHEMA, document, Path(archive.path, member), SourceError, _TRUST)
+    major = program["schema_version"]["major"]
+    if major != _MAJOR:
+        raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
     module = program["graph_module"]
     weights = read_tensors(archive, "data/weights/", f"{name}_weights_config.json")
     constants = read_tensors(archive, "data/constants/", f"{name}_constants_config.json")
@@ -176,8 +181,12 @@ def _read(archive: Archive) -> StoredProgram:
     _check_structure(inputs, outputs, module["signature"])
     graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
     for _, path in stored:
-        if path not in weights:
-            _leave_out_of_state_dict(graph, path)
+        if path not in weights:  # a constant, which building the graph module has made persistent
+            owner, _, leaf = path.rpartition(".")
+            holder = graph.get_submodule(owner)
+            tensor = holder.get_buffer(leaf)
+            delattr(holder, leaf)
+            holder.register_buffer(leaf, tensor, persistent=False)
     return StoredProgram(graph, inputs, outputs, _example(archive, name), weights)
 
 
@@ -207,15 +216,6 @@ def _model_in(archive: Archive) -> str:
     return "model" if "model" in names else names[0]
 
 
-def _parse(archive: Archive, member: str) -> ProgramFile:
-    document = parse_json(archive.read(member, _MAX_JSON))
-    program = validate(PROGRAM_SCHEMA, document, Path(archive.path, member), SourceError, _TRUST)
-    major = program["schema_version"]["major"]
-    if major != _MAJOR:
-        raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
-    return program
-
-
 def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
     """Set a parameter, buffer or constant of a module under its dotted name."""
     owner = root
@@ -230,15 +230,6 @@ def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None
         owner.register_parameter(leaf, tensor)
     else:
         owner.register_buffer(leaf, tensor.detach())
-
-
-def _leave_out_of_state_dict(module: nn.Module, path: str) -> None:
-    """Make a buffer non-persistent, as constants are; building a graph module has made it persistent."""
-    owner, _, leaf = path.rpartition(".")
-    place = module.get_submodule(owner)
-    tensor = place.get_buffer(leaf)
-    delattr(place, leaf)
-    place.register_buffer(leaf, tensor, persistent=False)
 
 
 def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -293,7 +293,12 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
     torch.manual_seed(request["seed"] + INPUT_SEED_OFFSET)
     processor = Processor(model, folder, trust=trust)
     for kind in request["files"]:
-        _check(model, processor, kind)
+        if not processor.takes(kind):
+            needs = ", ".join(needed_inputs(model))
+            raise InputError(f"--{kind}: {type(model).__name__} takes none", hint=f"its inputs are {needs}")
+        if kind not in processor.parts:
+            hint = f"copy its files beside the model, or {OWN_INPUTS}"
+            raise InputError(f"--{kind}: {processor.problem}", hint=hint)
     problem = processor.problem
     if processor.parts:
         try:
@@ -306,15 +311,6 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
                 raise InputError(problem, hint=OWN_INPUTS) from error
     batches, _ = _fuse_all(model, [_complete(model, {}) for _ in range(request["batches"] or 1)])
     return MadeInputs(batches=batches, origin="random", detail=f"random {', '.join(batches[0])}: {problem}")
-
-
-def _check(model: Any, processor: Processor, kind: str) -> None:
-    if not processor.takes(kind):
-        needs = ", ".join(needed_inputs(model))
-        raise InputError(f"--{kind}: {type(model).__name__} takes none", hint=f"its inputs are {needs}")
-    if kind not in processor.parts:
-        hint = f"copy its files beside the model, or {OWN_INPUTS}"
-        raise InputError(f"--{kind}: {processor.problem}", hint=hint)
 
 
 def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInputs:
@@ -552,7 +548,10 @@ def _accepted_fusion(
     model: nn.Module, modality: _Modality, token: int, batch: Mapping[str, Tensor]
 ) -> Fusion | None:
     """Return the first layout that a model without weights accepts."""
-    parameters, method = inspect.signature(model.forward).parameters.keys(), _method(model, modality)
+    parameters = inspect.signature(model.forward).parameters.keys()
+    # the method of the model or of a submodule that computes features
+    methods = (getattr(module, modality.method, None) for module in model.modules())
+    method = next((m for m in methods if m and modality.name in inspect.signature(m).parameters), None)
     names = parameters if method is None else inspect.signature(method).parameters.keys()
     layouts: _Layouts = iter([((), {})])
     if modality.name not in batch:
@@ -567,12 +566,6 @@ def _accepted_fusion(
             with contextlib.suppress(Exception):  # models reject inputs in many ways
                 return _with_token_count(model, method, names, batch, fusion)
     return None
-
-
-def _method(model: nn.Module, modality: _Modality) -> Callable[..., Any] | None:
-    """Return the method of the model or a submodule that computes features."""
-    methods = (getattr(module, modality.method, None) for module in model.modules())
-    return next((m for m in methods if m and modality.name in inspect.signature(m).parameters), None)
 
 
 def _with_token_count(

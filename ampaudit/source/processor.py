@@ -120,8 +120,10 @@ class Processor:
                 except Exception as error:
                     why = describe(f"{type(error).__name__}: {first_line(error)}", 160)
                     self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {why}"
-        if "text" in self.parts:
-            _give_padding(self.parts["text"])
+        tokenizer = self.parts.get("text")
+        if tokenizer is not None and getattr(tokenizer, "pad_token", None) is None:
+            end = tokenizer.eos_token or tokenizer.unk_token  # as is usual for decoders
+            tokenizer.pad_token = end or tokenizer.convert_ids_to_tokens(0)
 
     def takes(self, kind: str) -> bool:
         """Return whether the model takes inputs produced from this kind of samples."""
@@ -255,12 +257,6 @@ def _messages(item: Any, pictured: bool) -> list[dict[str, Any]]:
     return messages
 
 
-def _give_padding(tokenizer: Any) -> None:
-    """Set a missing padding token to the end token, as is usual for decoders."""
-    if getattr(tokenizer, "pad_token", None) is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-
-
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Select the tensors, converted to int64, float32 or bool."""
     tensors = {}
@@ -310,9 +306,24 @@ def random_input(model: Any, name: str, rows: int) -> Tensor:
     Raises:
         InputError: The input is of another kind, or the configuration has absurd sizes.
     """
-    if name in _IDS:
-        return _ids(model, rows, decoder=_IDS[name])
-    return torch.randn(input_sizes(model, name, rows))
+    if name not in _IDS:
+        return torch.randn(input_sizes(model, name, rows))
+    decoder = _IDS[name]
+    text, longest = text_config(model.config, decoder=decoder), longest_text(model.config, decoder=decoder)
+    vocabulary: Any = getattr(text, "vocab_size", None)
+    check_sizes("vocab_size", vocabulary)
+    length = _LENGTH if longest is None else min(_LENGTH, longest)
+    ids = torch.randint(0, vocabulary, (rows, length))
+    # an ordinary token takes the place of special ones, and the end token ends each row
+    numbers = {name: getattr(model.config, f"{name}_token_id", None) for name in _SPECIAL}
+    numbers["index"] = getattr(model.config, "image_token_index", None)
+    special = {number for number in numbers.values() if type(number) is int}
+    usual = next(number for number in range(len(special) + 1) if number not in special)
+    ids[torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))] = usual
+    end = numbers["eos"]
+    if type(end) is int and 0 <= end < vocabulary:  # a small model may have kept the default of a large one
+        ids[:, -1] = end
+    return ids
 
 
 def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
@@ -348,19 +359,6 @@ def first_setting(config: Any, names: Collection[str], default: Any) -> Any:
     return next((value for value in values if value is not None), default)
 
 
-def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
-    """Replace special token ids by an ordinary one, and end each row with the end token."""
-    numbers = {name: getattr(config, f"{name}_token_id", None) for name in _SPECIAL}
-    numbers["index"] = getattr(config, "image_token_index", None)
-    special = {number for number in numbers.values() if type(number) is int}
-    usual = next(number for number in range(len(special) + 1) if number not in special)
-    ids[torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))] = usual
-    end = numbers["eos"]
-    if type(end) is int and 0 <= end < vocabulary:  # a small model may have kept the default of a large one
-        ids[:, -1] = end
-    return ids
-
-
 def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
     """Check the shape of an input taken from a configuration.
 
@@ -378,14 +376,6 @@ def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
             f"example inputs of {' x '.join(map(str, sizes))} {name} are too large", hint=OWN_INPUTS
         )
     return sizes
-
-
-def _ids(model: Any, rows: int, *, decoder: bool) -> Tensor:
-    config, longest = text_config(model.config, decoder=decoder), longest_text(model.config, decoder=decoder)
-    vocabulary: Any = getattr(config, "vocab_size", None)
-    check_sizes("vocab_size", vocabulary)
-    length = _LENGTH if longest is None else min(_LENGTH, longest)
-    return _safe_ids(torch.randint(0, vocabulary, (rows, length)), model.config, vocabulary)
 
 
 def _pixels(config: Any) -> tuple[Any, ...]:

@@ -76,10 +76,10 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
             kind, replacement = plain_layer
             if isinstance(replacement, nn.Module):
                 formats[kind] += any(True for _ in replacement.parameters())  # a conversion layer has none
-                replaced |= {
-                    id(module): _with_hooks(replacement, module),
-                    **{id(p): p for p in module.parameters()},
-                }
+                replacement.train(module.training)
+                for name in _HOOKS:
+                    setattr(replacement, name, getattr(module, name))
+                replaced |= {id(module): replacement, **{id(p): p for p in module.parameters()}}
             else:
                 formats[kind] += 1
                 replaced |= replacement
@@ -161,14 +161,6 @@ def _layer_error(module: nn.Module, name: str, why: str) -> SourceError:
         f"{name} ({describe(type(module).__name__)}) {describe(why, 200)}",
         hint="audit the model as it is before its weights are quantized, or after they are dequantized",
     )
-
-
-def _with_hooks(replacement: nn.Module, module: nn.Module) -> nn.Module:
-    """Copy the mode and hooks of a layer to its replacement."""
-    replacement.train(module.training)
-    for name in _HOOKS:
-        setattr(replacement, name, getattr(module, name))
-    return replacement
 
 
 def _linear(weight: Tensor, bias: Any) -> nn.Linear:

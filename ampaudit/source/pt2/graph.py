@@ -200,7 +200,6 @@ class _Builder:
         self._inner_graphs: dict[str, Graph] = {}
 
     def placeholder(self, argument: Argument) -> fx.Node:
-        """Add an input."""
         kind, value = only(argument, "input")
         if kind in _CONSTANT_INPUTS:
             return self._create("placeholder", f"constant_{len(self.graph.nodes)}")
@@ -210,7 +209,6 @@ class _Builder:
         return self._register(self._create("placeholder", identifier(name)), name)
 
     def weight(self, argument: Argument, path: str) -> fx.Node:
-        """Add a stored tensor."""
         kind, value = only(argument, "input")
         if kind != "as_tensor":
             raise ValueError(f"the weight {describe(path)!r} is not a tensor")
@@ -218,7 +216,6 @@ class _Builder:
         return self._register(node, value["name"])
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
-        """Add the calls."""
         for node in nodes:
             target = operator_named(node["target"])
             args, kwargs = self._arguments(target, node["inputs"])
@@ -244,7 +241,10 @@ class _Builder:
             is_named = isinstance(target, HigherOrderOperator)
             args = tuple(v for name, kind, v in values if not is_named or kind == POSITIONAL or not name)
             kwargs = {n: v for n, kind, v in values if is_named and kind != POSITIONAL and n}
-            return args, {_keyword(name): value for name, value in kwargs.items()}
+            for name in kwargs:
+                if identifier(name) != name:
+                    raise ValueError(f"a call has an argument {describe(name)!r}")
+            return args, kwargs
         return call_arguments(target, values)
 
     def _value(self, kind: str, value: Any) -> Any:
@@ -350,12 +350,6 @@ def _name_of(node: Node) -> str | None:
     return identifier(name) if isinstance(name, str) else None
 
 
-def _keyword(name: str) -> str:
-    if identifier(name) != name:
-        raise ValueError(f"a call has an argument {describe(name)!r}")
-    return name
-
-
 class UnknownOperator(ValueError):
     """Raised for an operator that may not be called."""
 
@@ -371,11 +365,24 @@ def operator_named(name: str) -> Callable[..., Any]:
     """
     if match := _OVERLOAD.fullmatch(name):
         return _overload(name, *match.groups())
+    place: Any
     if match := _HIGHER_ORDER.fullmatch(name):
-        return _higher_order(name, match[1])
-    if match := _FUNCTION.fullmatch(name):
-        return _function(name, *match.groups())
-    raise UnknownOperator(name, "is not one of PyTorch's own")
+        short = match[1]
+        place, allowed = torch.ops.higher_order, _HIGHER_ORDER_NAMES
+    elif match := _FUNCTION.fullmatch(name):
+        module, short = match.groups()
+        place, allowed = {
+            "_operator": (operator, _OPERATOR),
+            "math": (math, _MATH),
+            "torch": (torch, _TORCH),
+            "torch._functorch.predispatch": (predispatch, _VMAP),
+        }[module]
+    else:
+        raise UnknownOperator(name, "is not one of PyTorch's own")
+    function: Callable[..., Any] | None = getattr(place, short, None) if short in allowed else None
+    if function is None:
+        raise UnknownOperator(name, "is not one that ampaudit reads from a file")
+    return _with_bounded_result(function) if short in _GROWING else function
 
 
 @functools.cache
@@ -392,26 +399,6 @@ def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverlo
     if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(op.name()):
         raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
     return op
-
-
-def _higher_order(name: str, short: str) -> HigherOrderOperator:
-    op = getattr(torch.ops.higher_order, short, None) if short in _HIGHER_ORDER_NAMES else None
-    if not isinstance(op, HigherOrderOperator):
-        raise UnknownOperator(name, "is not one that ampaudit reads from a file")
-    return op
-
-
-def _function(name: str, module: str, short: str) -> Callable[..., Any]:
-    place, allowed = {
-        "_operator": (operator, _OPERATOR),
-        "math": (math, _MATH),
-        "torch": (torch, _TORCH),
-        "torch._functorch.predispatch": (predispatch, _VMAP),
-    }[module]
-    function = getattr(place, short, None) if short in allowed else None
-    if function is None:
-        raise UnknownOperator(name, "is not one that ampaudit reads from a file")
-    return _with_bounded_result(function) if short in _GROWING else function
 
 
 @functools.cache
