@@ -140,8 +140,16 @@ class Caster:
         return self._writes[storage_id(tensor)]
 
     def region(self) -> Region:
-        """Return the autocast region of the model's code, or of the op around ``vmap``."""
-        return self._region or current_region(self.rules.file.autocast, self.dtype)
+        """Return the innermost autocast region of the model's code, or that of the op around ``vmap``."""
+        if self._region is not None:
+            return self._region
+        by_policy = self.rules.file.autocast  # as ``autocast_visible`` sets the flags
+        for enabled, dtype in ((_enabled(device), _dtype(device)) for device in _DEVICES):
+            if by_policy and not enabled:
+                return Region(enabled=False)
+            if enabled and (not by_policy or dtype != self.dtype):
+                return Region(dtype=dtype)
+        return Region()
 
     @contextmanager
     def in_region(self, region: Region) -> Iterator[None]:
@@ -195,9 +203,10 @@ class Caster:
 
     def _backward_decision(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Let ops follow the dtypes of their inputs, unless the code enables autocast."""
-        region = region_switched_on(self.rules.file.autocast, self.dtype)
-        if region is not None:
-            return self._decision(facts, region)
+        dtypes = [_dtype(device) for device in _DEVICES if _enabled(device)]
+        if dtypes:
+            is_policy = self.rules.file.autocast and dtypes[0] == self.dtype
+            return self._decision(facts, Region() if is_policy else Region(dtype=dtypes[0]))
         if self.backward_name is not None:
             refuse_mixed_product(called)
         return BACKWARD, self.dtype
@@ -487,23 +496,3 @@ def mixed_recurrent_inputs() -> Iterator[None]:
 
     with patched([Replacement(RNNBase, "check_input", check_input)]):
         yield
-
-
-def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:
-    """Return the region where the model's code enables autocast for a device, or ``None``."""
-    dtypes = [_dtype(device) for device in _DEVICES if _enabled(device)]
-    if not dtypes:
-        return None
-    is_policy = policy_enabled and dtypes[0] == policy_dtype
-    return Region() if is_policy else Region(dtype=dtypes[0])
-
-
-def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
-    """Return the innermost region, by flags that differ from those of ``autocast_visible``."""
-    for device in _DEVICES:
-        enabled, dtype = _enabled(device), _dtype(device)
-        if policy_enabled and not enabled:
-            return Region(enabled=False)
-        if enabled and (not policy_enabled or dtype != policy_dtype):
-            return Region(dtype=dtype)
-    return Region()

@@ -227,17 +227,12 @@ def plain_reason(error: BaseException) -> str:
 
 def _known(error: BaseException) -> tuple[str | None, str]:
     """Return our message and remedy for a known error, if there is one."""
-    if _met_packed_sequence(error.__traceback__):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
         return _PACKED
     text = f"{type(error).__name__} {error}".lower()
     remedy = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     return (remedy[1], remedy[2]) if remedy is not None else (None, _FALLBACK)
-
-
-def _met_packed_sequence(trace: TracebackType | None) -> bool:
-    """Return whether a function that the error passed through held a packed sequence."""
-    frames = (frame for frame, _ in traceback.walk_tb(trace))
-    return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def failing_lines(trace: TracebackType | None) -> tuple[SourceLine | None, SourceLine | None]:

@@ -38,8 +38,13 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     The first is the line that computes the value, in a library (Transformers, timm) or in the user's
     file; frames of torch and of ampaudit are skipped. The second is ``None`` unless it differs.
     """
-    frames = _frames(stack_trace or "")
-    model = [frame for frame in frames if not is_tool_file(frame.file)]
+    model: list[SourceLine] = []
+    lines = (stack_trace or "").splitlines()
+    for text, following in zip_longest(lines, lines[1:], fillvalue=""):
+        match = _FRAME.match(text)
+        if match and not is_tool_file(match["file"]):
+            code = "" if _FRAME.match(following) else following.strip()
+            model.append(SourceLine(forward_slashes(match["file"]), int(match["line"]), code))
     if not model:
         return None, None
     caller = next((frame for frame in reversed(model) if not is_library(frame.file)), model[-1])
@@ -95,16 +100,6 @@ def calling_line() -> SourceLine | None:
     """Return the user's line that the current call comes from, or else the innermost of the model's code."""
     innermost, caller = running_lines()
     return caller or innermost
-
-
-def _frames(stack_trace: str) -> list[SourceLine]:
-    frames: list[SourceLine] = []
-    lines = stack_trace.splitlines()
-    for text, following in zip_longest(lines, lines[1:], fillvalue=""):
-        if match := _FRAME.match(text):
-            code = "" if _FRAME.match(following) else following.strip()
-            frames.append(SourceLine(forward_slashes(match["file"]), int(match["line"]), code))
-    return frames
 
 
 def code_line(file: str, line: int) -> SourceLine:
