@@ -143,12 +143,11 @@ class RuleSet:
 
         The op has a float32 neighbor on the sides in ``near``.
         """
-        candidates = self._about(self._static, facts)
-        static = next((rule for rule in candidates if applies(rule, facts, near)), None)
+        static = next((rule for rule in self._static.about(facts.op) if applies(rule, facts, near)), None)
         decision = self._decision(static, facts) if static else self._fallback
         if facts.measurement is None:
             return decision
-        for rule in self._about(self._measured, facts):
+        for rule in self._measured.about(facts.op):
             promotes = rule.force or RANK[rule.cast] > RANK[decision.cast]
             if promotes and applies(rule, facts, near):
                 promoted = self._decision(rule, facts)
@@ -156,13 +155,6 @@ class RuleSet:
                 text = ", ".join(f"{words} peak {peak:.4g}" for words, peak in peaks if peak is not None)
                 return replace(promoted, why=f"{promoted.why} (measured: {text})")
         return decision
-
-    def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
-        """Return the rules about an op, or about the op inside it if no rule names the op itself."""
-        inner = inner_op(facts.op)
-        if inner is None or index.names(facts.op):
-            return index.about(facts.op)
-        return index.about(inner)
 
     def _decision(self, rule: Rule, facts: OpFacts) -> Decision:
         clamp = format_named(facts.dtype).max if rule.clamp == "max" else rule.clamp
@@ -179,10 +171,10 @@ class _Index:
         self._any = tuple(rule for rule, names in self._rules if names is None)
         self._about: dict[str, tuple[Rule, ...]] = {}
 
-    def names(self, op: str) -> bool:
-        return op in self._known
-
     def about(self, op: str) -> tuple[Rule, ...]:
+        """Return the rules about an op, or about the op inside it if no rule names the op itself."""
+        if op not in self._known:
+            op = inner_op(op) or op
         if op not in self._known:
             return self._any
         if op not in self._about:
