@@ -530,11 +530,21 @@ def recorded_calls(
     Raises:
         InputError: The recording is missing, inconsistent, or of another model.
     """
-    recording = _read_recording(directory)
-    if same_model:
-        _check_model(directory, recording, model)
-    files = _files(directory, recording)
-    widen, classes = _needs_widening(recording, model), known_classes(model)
+    recording, structure = _read_recording(directory), structure_of(model)
+    theirs = recording.parameters
+    if same_model and structure["sha256"] != theirs.sha256:
+        recorded = f"{_short(recording.class_)} with {plural(theirs.count, 'parameter')}"
+        this = f"{type(unwrapped(model)).__name__} with {structure['count']:,}"
+        raise InputError(
+            f"{describe_path(directory)}: the calls of another model: {recorded}, recorded as "
+            f"{describe(recording.module)}; this is {this}",
+            hint="names and shapes of the parameters must be the same; record this model",
+        )
+    files, classes = _files(directory, recording), known_classes(model)
+    # the 16-bit inputs of a module that had 16-bit parameters, for a model that has none
+    low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
+    dtypes = structure["dtypes"]
+    widen = bool(low & set(theirs.dtypes)) and bool(dtypes) and not low & set(dtypes)
     calls = [_read(file, classes, widen=widen) for file in files[:count]]
     _check_memory(directory, calls, widen=widen)
     batches = tuple(call.batch.mapped(_widened) if call.widened else call.batch for call in calls)
@@ -560,17 +570,6 @@ def _read_recording(directory: Path) -> _Recording:
         raise InputError(f"{describe_path(directory)}: no {RECORDING}", hint=hint)
     table = read_json(path, MAX_TABLE, InputError, _HINT)
     return validate(_RECORDING, table, path, InputError, _HINT)
-
-
-def _check_model(directory: Path, recording: _Recording, model: nn.Module) -> None:
-    this, theirs = structure_of(model), recording.parameters
-    if this["sha256"] != theirs.sha256:
-        recorded = f"{_short(recording.class_)} with {plural(theirs.count, 'parameter')}"
-        raise InputError(
-            f"{describe_path(directory)}: the calls of another model: {recorded}, recorded as "
-            f"{describe(recording.module)}; this is {type(unwrapped(model)).__name__} with {this['count']:,}",
-            hint="names and shapes of the parameters must be the same; record this model",
-        )
 
 
 def _files(directory: Path, recording: _Recording) -> list[Path]:
@@ -599,16 +598,6 @@ def _read(path: Path, classes: Mapping[str, type], *, widen: bool) -> _StoredCal
     kwargs = {name: rebuilder.rebuild(value, name) for name, value in call.named.items()}
     batch = Batch(args, kwargs, name=f"call {call.call}")
     return _StoredCall(call.call, batch, call.training, widened, rebuilder.needs)
-
-
-def _needs_widening(recording: _Recording, model: nn.Module) -> bool:
-    """Return whether the recorded module had 16-bit parameters and the model has none.
-
-    The 16-bit inputs of such a module are then widened to float32.
-    """
-    low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
-    dtypes = structure_of(model)["dtypes"]
-    return bool(low & set(recording.parameters.dtypes)) and bool(dtypes) and not low & set(dtypes)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
