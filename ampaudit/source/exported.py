@@ -25,7 +25,7 @@ from ampaudit.report.model import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, Sized
 from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
-from ampaudit.source.pt2.schema import PROGRAM_SCHEMA, Signature
+from ampaudit.source.pt2.schema import PROGRAM_SCHEMA
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["ExportedModel", "StoredProgram", "from_exported", "read_program"]
@@ -178,7 +178,11 @@ def _read(archive: Archive) -> StoredProgram:
         raise ValueError("it does not tell how it is called")
     inputs = read_structure(call["in_spec"], output=False)
     outputs = read_structure(call["out_spec"], output=True)
-    _check_structure(inputs, outputs, module["signature"])
+    shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
+    input_count = sum(weight_of(spec) is None for spec in specs)
+    output_count = sum("user_output" in spec for spec in module["signature"]["output_specs"])
+    if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (input_count, output_count):
+        raise ValueError("the nesting of its inputs or outputs does not fit its graph")
     graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
     for _, path in stored:
         if path not in weights:  # a constant, which building the graph module has made persistent
@@ -188,15 +192,6 @@ def _read(archive: Archive) -> StoredProgram:
             delattr(holder, leaf)
             holder.register_buffer(leaf, tensor, persistent=False)
     return StoredProgram(graph, inputs, outputs, _example(archive, name), weights)
-
-
-def _check_structure(inputs: pytree.TreeSpec, outputs: pytree.TreeSpec, signature: Signature) -> None:
-    """Check that the nesting of inputs and outputs fits the graph."""
-    shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
-    input_count = sum(weight_of(spec) is None for spec in signature["input_specs"])
-    output_count = sum("user_output" in spec for spec in signature["output_specs"])
-    if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (input_count, output_count):
-        raise ValueError("the nesting of its inputs or outputs does not fit its graph")
 
 
 def _model_in(archive: Archive) -> str:

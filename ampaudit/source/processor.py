@@ -165,7 +165,12 @@ class Processor:
             pictures = [[image] * frames if frames else image for image in batch["images"]]
             inputs |= self.parts["images"](images=pictures, return_tensors="pt")
         if "audio" in batch:
-            inputs |= self._sounds(batch["audio"])
+            extract, sounds = self.parts["audio"], list(batch["audio"])
+            options = {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"}
+            try:  # some pad to a length required by the model
+                inputs |= extract(sounds, **options)
+            except Exception:
+                inputs |= extract(sounds, padding=True, **options)
         if "text" in batch:
             inputs |= self._rename_ids(self._tokens(batch["text"], max_length=length))
         return inputs
@@ -184,14 +189,6 @@ class Processor:
         except Exception:
             nested = batch | {"images": [[image] for image in batch["images"]]}
             return dict(self._whole(**nested, **options, return_tensors="pt"))
-
-    def _sounds(self, sounds: Sequence[Any]) -> dict[str, Any]:
-        extract = self.parts["audio"]
-        options = {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"}
-        try:  # some pad to a length required by the model
-            return dict(extract(list(sounds), **options))
-        except Exception:
-            return dict(extract(list(sounds), padding=True, **options))
 
     def _tokens(self, prompts: Sequence[str], max_length: int | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {"add_special_tokens": self._special}

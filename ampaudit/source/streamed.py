@@ -282,7 +282,12 @@ def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     if not weights:
         return checkpoint
     for weight in weights.values():
-        _check_siblings(checkpoint.path, weight, entries)
+        expected = {weight.scale, weight.zero, *weight.others}
+        for name in entries:
+            beside = name.startswith(f"{weight.codes}_") and weight.codes.endswith(".weight")
+            if beside and name not in expected:  # such as the order of its columns
+                what = f"it is not known how {describe(weight.codes)!r} is stored with {describe(name)!r}"
+                raise weights_error(checkpoint.path, what, UNREAD_HINT)
     tensors = map_checkpoint(checkpoint.path).tensors
     block = quantization.block if quantization is not None else None
     parts = [_Float8Part(part, weights, tensors, block, checkpoint.path) for part in checkpoint.parts]
@@ -338,12 +343,3 @@ def _check_read(
         what = f"{CONFIG_FILE} asks for {describe(quantization.quant_method)!r}, and no tensor is in float8"
         hint = f"remove quantization_config from {CONFIG_FILE} if the weights are not quantized"
         raise weights_error(checkpoint.path, what, hint)
-
-
-def _check_siblings(path: Path, weight: _Weight, names: Collection[str]) -> None:
-    """Reject a weight that cannot be decoded by its scale alone, such as one with reordered columns."""
-    expected = {weight.scale, weight.zero, *weight.others}
-    for name in names:
-        if name.startswith(f"{weight.codes}_") and weight.codes.endswith(".weight") and name not in expected:
-            what = f"it is not known how {describe(weight.codes)!r} is stored with {describe(name)!r}"
-            raise weights_error(path, what, UNREAD_HINT)

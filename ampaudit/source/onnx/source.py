@@ -94,21 +94,20 @@ class GraphInput:
 
 def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
     """Return the declared inputs of a graph."""
-    return [_input_of(value) for value in values]
-
-
-def _input_of(value: ir.Value) -> GraphInput:
     import onnx_ir as ir
 
-    is_tensor = isinstance(value.type, ir.TensorType)
-    dtype = torch_dtype_of(value.dtype) if is_tensor and value.dtype is not None else None
-    sizes: tuple[int | str, ...] | None = None
-    if value.shape is not None:
-        sizes = tuple(
-            size if isinstance(size, int) else str(size.value or f"{value.name}[{axis}]")
-            for axis, size in enumerate(value.shape)
-        )
-    return GraphInput(str(value.name), dtype, sizes, _rows(value))
+    inputs: list[GraphInput] = []
+    for value in values:
+        is_tensor = isinstance(value.type, ir.TensorType)
+        dtype = torch_dtype_of(value.dtype) if is_tensor and value.dtype is not None else None
+        sizes: tuple[int | str, ...] | None = None
+        if value.shape is not None:
+            sizes = tuple(
+                size if isinstance(size, int) else str(size.value or f"{value.name}[{axis}]")
+                for axis, size in enumerate(value.shape)
+            )
+        inputs.append(GraphInput(str(value.name), dtype, sizes, _rows(value)))
+    return inputs
 
 
 def _rows(value: ir.Value) -> int:
