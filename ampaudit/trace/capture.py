@@ -121,13 +121,6 @@ _AUTOCAST = (
 _DISTRIBUTIONS = "/torch/distributions/"
 
 
-def _model_frames() -> list[traceback.FrameSummary]:
-    """Return the stack below the last call of the model."""
-    stack = list(traceback.extract_stack())
-    calls = [index for index, frame in enumerate(stack) if frame.filename == entry.__file__]
-    return stack[calls[-1] :] if calls else []
-
-
 class NarrowedDimensions(Exception):
     """Raised if an export has to be repeated with smaller ranges."""
 
@@ -172,7 +165,10 @@ def _noting_fixed() -> Iterator[_FixedLines]:
         if getattr(target, "is_Integer", False):
             names = (env.source_name_to_debug_name.get(s.name) for s in env.var_to_sources.get(symbol, ()))
             for name in filter(None, names):
-                fixed.setdefault(name, (int(target), *lines_of(_model_frames())))
+                stack = list(traceback.extract_stack())
+                calls = [index for index, frame in enumerate(stack) if frame.filename == entry.__file__]
+                below_model = stack[calls[-1] :] if calls else []
+                fixed.setdefault(name, (int(target), *lines_of(below_model)))
         record(env, symbol, target, message)
 
     with patched((Replacement(ShapeEnv, "_set_replacement", replace),)):

@@ -244,16 +244,12 @@ def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) ->
         return Role.INSERTED_CAST if record and record.inserted else Role.CAST
     if is_view(node.target) or is_idle_dropout(node):
         return Role.VIEW
-    return Role.SELECT if _only_selects(node) else Role.COMPUTE
-
-
-def _only_selects(node: fx.Node) -> bool:
-    """Return whether a selecting op does not cast (a ``cat`` of two dtypes does)."""
-    if not isinstance(node.target, OpOverload) or not selects(node.target):
-        return False
     output = float_value(node.meta.get("val"))
+    if output is None or not selects(node.target):
+        return Role.COMPUTE
     values = (float_value(source.meta.get("val")) for source in node.all_input_nodes)
-    return output is not None and all(v is None or v.dtype == output.dtype for v in values)
+    casts = any(v is not None and v.dtype != output.dtype for v in values)  # as a ``cat`` of two dtypes does
+    return Role.COMPUTE if casts else Role.SELECT
 
 
 def is_idle_dropout(node: fx.Node) -> bool:

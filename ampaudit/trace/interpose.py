@@ -240,7 +240,9 @@ class OpRecorder:
                 raise NotImplementedError
             result = self._record_result(record, changed)
         except Exception as error:
-            if not _lacks_kernel(changed, error):
+            # any error of a custom op on 16 bits counts
+            custom = is_foreign(changed.op) and takes_low_precision(changed)
+            if not custom and not (isinstance(error, RuntimeError) and says_no_kernel(error)):
                 raise
             record, changed, result = self._without_kernel(record, changed, uncast, dtype)
         caster.note(result, changed, called)
@@ -365,13 +367,6 @@ class OpRecorder:
             if torch.Tag.nondeterministic_seeded in called.op.tags:
                 path.keep(mode, result)
         return result
-
-
-def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
-    """Return whether an op raises for lack of a 16-bit kernel; any error of a custom op on 16 bits counts."""
-    if isinstance(error, RuntimeError) and says_no_kernel(error):
-        return True
-    return is_foreign(called.op) and takes_low_precision(called)
 
 
 def running_layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -205,21 +206,14 @@ class InnerOps:
             return False
         key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
         if key not in self._names:
-            self._names[key] = _inner_ops(kernel, args, kwargs)
+            recorder = _OpNames()
+            failures = contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError)
+            with without_modes(), torch.no_grad(), without_autocast(), recorder, failures:
+                meta_args = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+                meta_args = pytree.tree_map_only(torch.SymInt, example_size, meta_args)
+                kernel(*meta_args[0], **meta_args[1])
+            self._names[key] = frozenset(recorder.names)  # up to where it reads values
         return bool(self._names[key] & (names if is_composite(op) else names & _PRODUCTS))
-
-
-def _inner_ops(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Return the policy names of the ops that a composite op calls before it reads values."""
-    recorder = _OpNames()
-    with without_modes(), torch.no_grad(), without_autocast(), recorder:
-        try:
-            meta_args = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
-            meta_args = pytree.tree_map_only(torch.SymInt, example_size, meta_args)
-            kernel(*meta_args[0], **meta_args[1])
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            pass
-    return frozenset(recorder.names)
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

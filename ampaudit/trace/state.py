@@ -310,11 +310,7 @@ def _value_key(value: Any, visited: dict[int, int]) -> Any:
         return type(value), tuple(_value_key(item, visited) for item in value)
     if isinstance(value, collections.abc.Iterator):
         return object()
-    return _object_key(value, visited)
-
-
-def _object_key(value: Any, visited: dict[int, int]) -> Any:
-    """Compare a plain object by its class and attributes, others by their own equality."""
+    # a plain object is compared by its class and attributes, others by their own equality
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module | types.FunctionType | types.MethodType | types.ModuleType):
         return _Identity(value)

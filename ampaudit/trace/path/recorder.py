@@ -367,7 +367,9 @@ class Fp32Values:
     def call(self, called: OpCalled, original_args: Mapping[int | str, Any]) -> Any:
         """Return the result of an op on FP32 values."""
         with computing():
-            self._keep_own_weights(called)
+            for fake in written_values(called.op, called.args, called.kwargs):
+                if isinstance(fake, FakeTensor) and storage_id(self.of(fake)) in self._shared:
+                    vars(fake)[_VALUE] = self.of(fake).clone()
             args = tuple(original_args.get(i, value) for i, value in enumerate(called.args))
             kwargs = {name: original_args.get(name, value) for name, value in called.kwargs.items()}
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.of, (widened(args), widened(kwargs)))
@@ -419,15 +421,6 @@ class Fp32Values:
         for fake, value in zip(fakes, leaves, strict=True):
             if isinstance(fake, torch.Tensor):
                 vars(fake)[_VALUE] = value
-
-    def _keep_own_weights(self, called: OpCalled) -> None:
-        """Copy a weight of the user before an op writes to it."""
-        for fake in written_values(called.op, called.args, called.kwargs):
-            if not isinstance(fake, FakeTensor):
-                continue
-            value = self.of(fake)
-            if storage_id(value) in self._shared:
-                vars(fake)[_VALUE] = value.clone()
 
 
 def refuse_path(traced: TracedModel, what: str) -> None:
