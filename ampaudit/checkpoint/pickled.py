@@ -51,13 +51,19 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         value, storages, size = _read(path)
-        state = _state_dict(value)
-        found = {name: storages.tensor(record, name) for name, record in state.items()}
-        if sum(tensor.nbytes for tensor in found.values()) > max(_MAX_SHARED * size, _MAX_SMALL):
+        for wrapper in ("state_dict", "model"):
+            if isinstance(value, Pairs) and isinstance(inner := value.get(wrapper), Pairs):
+                value = inner
+        if not isinstance(value, Pairs):
+            raise RefusedPickle("it holds no state_dict", _STATE_DICT_ONLY)
+        if not all(type(name) is str for name, _ in value.pairs):
+            raise RefusedPickle("a name of a tensor is not text", _STATE_DICT_ONLY)
+        tensors = {name: storages.tensor(record, name) for name, record in dict(value.pairs).items()}
+        if sum(tensor.nbytes for tensor in tensors.values()) > max(_MAX_SHARED * size, _MAX_SMALL):
             raise RefusedPickle("its tensors share too few bytes", "save it again")
     except RefusedPickle as error:
         raise WeightsError(f"{describe_path(path)}: {error}", hint=error.hint) from error
-    return found
+    return tensors
 
 
 def read_plain_data(archive: Archive) -> Any:
@@ -194,14 +200,3 @@ def _legacy(data: memoryview) -> tuple[Any, Storages]:
         places[key] = data[place + 8 : place + 8 + size]
         place += 8 + size
     return value, Storages(lambda key: places.get(key, data[:0]))
-
-
-def _state_dict(loaded: Any) -> dict[str, Any]:
-    for wrapper in ("state_dict", "model"):
-        if isinstance(loaded, Pairs) and isinstance(inner := loaded.get(wrapper), Pairs):
-            loaded = inner
-    if not isinstance(loaded, Pairs):
-        raise RefusedPickle("it holds no state_dict", _STATE_DICT_ONLY)
-    if not all(type(name) is str for name, _ in loaded.pairs):
-        raise RefusedPickle("a name of a tensor is not text", _STATE_DICT_ONLY)
-    return dict(loaded.pairs)
