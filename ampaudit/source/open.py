@@ -182,7 +182,18 @@ def refuse_other_kinds(path: Path) -> None:
     if (path / PIPELINE).is_file():
         raise _pipeline(path)
     if (path / CONFIG_FILE).is_file():
-        _check_config(path)
+        table, place = read_raw_config(path), describe_path(path)
+        if "_class_name" in table and "_diffusers_version" in table:
+            kind = describe(table["_class_name"])
+            raise SourceError(
+                f"{place} is a {kind} of Diffusers, whose inputs have no standard form",
+                hint=f"scan {_file(path, [table['_class_name']])}",
+            )
+        if "model_type" not in table and "architectures" not in table and (path.parent / _MODULES).is_file():
+            raise SourceError(
+                f"{place} is a layer of a Sentence Transformers model",
+                hint=f"scan the directory of the whole model: {_command(path.parent)}",
+            )
     elif (path / ADAPTER).is_file():
         base = read_table(path / ADAPTER, SourceError).get("base_model_name_or_path")
         what = describe(base or "a model that it does not name")
@@ -226,21 +237,6 @@ def _file(path: Path, kind: list[Any]) -> str:
     name = describe(*kind or ("",))
     call = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
     return f"a Python file whose get_model() returns {call}, with example_inputs()"
-
-
-def _check_config(path: Path) -> None:
-    table = read_raw_config(path)
-    place = describe_path(path)
-    if "_class_name" in table and "_diffusers_version" in table:
-        raise SourceError(
-            f"{place} is a {describe(table['_class_name'])} of Diffusers, whose inputs have no standard form",
-            hint=f"scan {_file(path, [table['_class_name']])}",
-        )
-    if "model_type" not in table and "architectures" not in table and (path.parent / _MODULES).is_file():
-        raise SourceError(
-            f"{place} is a layer of a Sentence Transformers model",
-            hint=f"scan the directory of the whole model: {_command(path.parent)}",
-        )
 
 
 def _needed_code(path: Path) -> str:
