@@ -245,7 +245,6 @@ class _OpNames(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note one inner op."""
         del types
         self.names.add(op_name(func))
         return func(*args, **(kwargs or {}))

@@ -341,7 +341,6 @@ class TwinCheck(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One op of the model."""
         del types
         twin, kwargs = twin_of(func), kwargs or {}
         if twin is None:

@@ -125,7 +125,6 @@ class ReadNumber(float):
         return float, (float(self),)
 
     def __hash__(self) -> int:
-        """Hash like the float."""
         return float.__hash__(self)
 
 
