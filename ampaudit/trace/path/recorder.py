@@ -183,8 +183,17 @@ class PathRecorder:
         return result
 
     def runs(self, called: OpCalled) -> bool:
-        """Return whether an op that torch cannot describe runs, and can be recorded by its values."""
-        return not called.op._schema.is_mutable and self.values.runs(called)
+        """Return whether an op that torch cannot describe runs, and can be recorded by its values.
+
+        Torch's function for fake tensors may be stricter than the kernel, as for ``_grouped_mm``.
+        """
+        if called.op._schema.is_mutable:
+            return False
+        try:
+            self.values.call_in_own_dtypes(called)
+        except Exception:  # whatever a kernel raises
+            return False
+        return True
 
     def keep(self, mode: ProxyTorchDispatchMode, result: Any) -> None:
         """Keep an op even if nothing uses its result; later random numbers depend on those drawn before."""
@@ -387,17 +396,6 @@ class Fp32Values:
         with computing(), preserved():
             args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (called.args, called.kwargs))
             return called.op(*args, **kwargs)
-
-    def runs(self, called: OpCalled) -> bool:
-        """Return whether the kernel of an op takes these tensors in the dtypes of the trace.
-
-        Torch's function for fake tensors may be stricter, as for ``_grouped_mm``.
-        """
-        try:
-            self.call_in_own_dtypes(called)
-        except Exception:  # whatever a kernel raises
-            return False
-        return True
 
     def follow(self, called: OpCalled, original_args: Mapping[int | str, Any], result: Any) -> None:
         """Compute an op that was recorded on fake tensors.
