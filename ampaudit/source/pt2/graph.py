@@ -219,12 +219,21 @@ class _Builder:
         for node in nodes:
             target = operator_named(node["target"])
             args, kwargs = self._arguments(target, node["inputs"])
-            call = self._create("call_function", target, args, kwargs, _name_of(node))
+            results = [result_names(*only(item, "output")) for item in node["outputs"]]
+            single = results[0] if len(results) == 1 else None
+            name = identifier(single) if isinstance(single, str) else None
+            call = self._create("call_function", target, args, kwargs, name)
             call.meta = layers_and_line(node["metadata"])
             for value in (*args, *kwargs.values()):
                 if isinstance(value, fx.Node) and value.op == "get_attr" and not value.meta:
                     value.meta = dict(call.meta)  # inner graphs have no metadata of their own
-            self._results(node, call)
+            in_tuple = node.get("is_hop_single_tensor_return") is False
+            if len(results) != 1 or (in_tuple and single is not None):
+                self._unpack(call, results)
+            elif isinstance(single, str):
+                self._register(call, single)
+            elif single is not None:
+                self._unpack(call, single)
 
     def output(self, argument: Argument) -> Any:
         """Return the node or constant that is an output."""
@@ -274,18 +283,8 @@ class _Builder:
             raise ValueError(f"two inner graphs have the name {describe(name)!r}")
         return self._create("get_attr", plain, name=plain)
 
-    def _results(self, node: Node, call: fx.Node) -> None:
-        """Register the results of a call, unpacking tuples and lists."""
-        results = [result_names(*only(item, "output")) for item in node["outputs"]]
-        in_tuple = node.get("is_hop_single_tensor_return") is False
-        if len(results) != 1 or (in_tuple and results != [None]):
-            self._unpack(call, results)
-        elif isinstance(results[0], str):
-            self._register(call, results[0])
-        elif results[0] is not None:
-            self._unpack(call, results[0])
-
     def _unpack(self, call: fx.Node, results: Sequence[Any]) -> None:
+        """Register the results of a call that are in a tuple or list."""
         for index, result in enumerate(results):
             if result is None:
                 continue
@@ -342,12 +341,6 @@ def _inner_module(graph: Graph, nodes: Iterator[int]) -> fx.GraphModule:
         raise ValueError("an inner graph returns one tensor and several")
     inner.graph.output(results[0] if single else results)
     return fx.GraphModule(inner.root, inner.graph)
-
-
-def _name_of(node: Node) -> str | None:
-    outputs = node["outputs"]
-    name = result_names(*only(outputs[0], "output")) if len(outputs) == 1 else None
-    return identifier(name) if isinstance(name, str) else None
 
 
 class UnknownOperator(ValueError):
