@@ -40,11 +40,13 @@ __all__ = [
 Conversion = Callable[[nn.Module], object]
 
 
-class FakeModel(NamedTuple):
-    """The copy, and the gradient hooks of its parameters by name."""
+class FakeModel(nn.Module):
+    """A model and the gradient hooks of its parameters, by name, in one copy: they may share objects."""
 
-    model: nn.Module
-    hooks: dict[str, list[Callable[..., Any]]]
+    def __init__(self, model: nn.Module, hooks: dict[str, list[Callable[..., Any]]]) -> None:
+        super().__init__()
+        self.model = model
+        self.hooks = hooks
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,23 +105,10 @@ def make_fake_model(
             fakes[id(tensor)] = (
                 nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
             )
-    if not hooked:
-        result = FakeModel(structural_copy(source, fakes), {})
-    else:
-        hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in originals.items()}
-        copied = structural_copy(_WithHooks(source, {n: h for n, h in hooks.items() if h}), fakes)
-        result = FakeModel(copied.model, copied.hooks)
-    without_cache(result.model)
-    return result
-
-
-class _WithHooks(nn.Module):
-    """Holds a model and the hooks of its parameters for one copy: they may share objects."""
-
-    def __init__(self, model: nn.Module, hooks: dict[str, list[Any]]) -> None:
-        super().__init__()
-        self.model = model
-        self.hooks = hooks
+    hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in originals.items()}
+    clone = structural_copy(FakeModel(source, {n: h for n, h in hooks.items() if h and hooked}), fakes)
+    without_cache(clone.model)
+    return clone
 
 
 def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tensor]:
