@@ -269,7 +269,7 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
-    before: int = 0,
+    before: int,
 ) -> Tensor:
     """Attend; ``before`` is the number of keys before the first query."""
     grouped = query.shape[1] != key.shape[1]
@@ -332,13 +332,10 @@ def packed_attention(
     """Compute queries, keys and values in one product, and attend."""
     if past is not None or call.attribute("do_rotary", 0) or any(other is not None for other in others):
         raise Unsupported("it has a cache")
-    heads, product = call.attribute("num_heads"), F.linear(x, weights.T, bias)
-    sizes = call.attribute("qkv_hidden_sizes") or [product.shape[-1] // 3] * 3
-    query, key, value = (_by_head(part, heads) for part in product.split(sizes, -1))
-    mask = _mask_of(padding, attention_bias, key.shape[2])
-    result = _attend(call, query, key, value, mask, bool(call.attribute("unidirectional", 0)))
-    present = torch.stack([key, value]) if call.is_read(1) else None
-    return _flat(result), present
+    product = F.linear(x, weights.T, bias)
+    q, k, v = product.split(call.attribute("qkv_hidden_sizes") or [product.shape[-1] // 3] * 3, -1)
+    result, key, value = multi_head_attention(call, q, k, v, None, padding, attention_bias)
+    return result, torch.stack([key, value]) if call.is_read(1) else None
 
 
 def _mask_of(mask: Tensor | None, bias: Tensor | None, length: int) -> Tensor | None:
