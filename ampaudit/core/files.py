@@ -68,16 +68,33 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 def write_bytes(path: Path, data: bytes, *, force: bool) -> None:
     """Write a binary file atomically; see ``write_text``."""
     check_writable(path, force=force)
-    _replace(path, data, lambda target: 0o666 & ~_umask())
+    replace_bytes(path, data, 0o666 & ~_umask())
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically, keeping its permissions.
+def replace_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Replace a file's content atomically, keeping its permissions unless others are given.
 
     Raises:
         OutputError: The file cannot be written; the old one is untouched.
     """
-    _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
+    target = path.resolve()
+    try:
+        if _is_stream(path):
+            with path.open("wb") as stream:
+                stream.write(data)
+            return
+        if mode is None:
+            mode = target.stat().st_mode & 0o7777
+        with file_beside(target) as temporary:
+            with temporary.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.chmod(mode)
+            with interrupts.Committing(path):
+                temporary.replace(target)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_private(path: Path, text: str) -> None:
@@ -94,26 +111,6 @@ def write_private(path: Path, text: str) -> None:
 def _is_stream(path: Path) -> bool:
     """Return whether a path is a terminal, ``/dev/null`` or a pipe, which are written to and not replaced."""
     return path.is_char_device() or path.is_fifo()
-
-
-def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
-    target = path.resolve()
-    try:
-        if _is_stream(path):
-            with path.open("wb") as stream:
-                stream.write(data)
-            return
-        mode = mode_of(target)
-        with file_beside(target) as temporary:
-            with temporary.open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.chmod(mode)
-            with interrupts.Committing(path):
-                temporary.replace(target)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
