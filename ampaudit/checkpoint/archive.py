@@ -33,11 +33,12 @@ _NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.{1,2}/)[^/\\\0]+/)+(?!\.{1,2}$)[^/\\\0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where a member's bytes are in the file, and their checksum (0 if none was computed)."""
+    """Where a member is in the file."""
 
-    start: int
+    header: int
+    start: int  # of its bytes
     size: int
-    crc32: int
+    crc32: int  # 0 if none was computed
 
 
 class Archive:
@@ -92,7 +93,7 @@ class Archive:
 
     def _members(self) -> dict[str, Member]:
         count, at, end = self._directory()
-        found: dict[str, tuple[int, Member]] = {}
+        members: dict[str, Member] = {}
         directory = self._data[at:end]
         place = 0
         for _ in range(count):
@@ -107,7 +108,7 @@ class Archive:
             if signature != b"PK\x01\x02":
                 raise self._broken("its table of members is damaged")
             name = self._name(raw, flags)
-            if name in found:
+            if name in members:
                 raise self._broken(f"{describe(name)} occurs twice")
             size, packed, offset = _zip64(extra, size, packed, offset)
             if method or size != packed:
@@ -115,13 +116,19 @@ class Archive:
             if flags & _ENCRYPTED or stat.S_IFMT(mode >> 16) not in (0, stat.S_IFREG):
                 raise self._broken(f"{describe(name)} is encrypted, or not a regular file")
             start = self._start(raw, flags, (crc32, size, packed), offset)
-            found[name] = (offset, Member(start, size, crc32))
+            members[name] = Member(offset, start, size, crc32)
         if place != end - at:
             raise self._broken("its table of members is damaged")
-        self._check_places(found, at)
-        if len({name.partition("/")[0] for name in found}) > 1:
+        free = 0
+        for name, member in sorted(members.items(), key=lambda item: item[1].header):
+            if member.header < free:
+                raise self._broken(f"{describe(name)} overlaps another member")
+            free = member.start + member.size
+        if free > at:
+            raise self._broken("a member overlaps the table of members")
+        if len({name.partition("/")[0] for name in members}) > 1:
             raise self._broken("its members are not in one folder")
-        return {name.partition("/")[2]: member for name, (_, member) in found.items()}
+        return {name.partition("/")[2]: member for name, member in members.items()}
 
     def _directory(self) -> tuple[int, int, int]:
         """Return the number of members, and the start and end of the table of members."""
@@ -173,15 +180,6 @@ class Archive:
             raise self._broken(f"{describe(raw.decode())} is described in two different ways")
         begin: int = place + name_size + extra_size
         return begin
-
-    def _check_places(self, found: dict[str, tuple[int, Member]], end: int) -> None:
-        free = 0
-        for name, (offset, member) in sorted(found.items(), key=lambda item: item[1][0]):
-            if offset < free:
-                raise self._broken(f"{describe(name)} overlaps another member")
-            free = member.start + member.size
-        if free > end:
-            raise self._broken("a member overlaps the table of members")
 
     def _broken(self, what: str, hint: str = "download or save it again") -> AuditError:
         return self._error(f"{describe_path(self.path)}: not an archive of torch: {what}", hint=hint)
