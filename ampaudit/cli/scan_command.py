@@ -117,14 +117,19 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     print_notes(f"policy written to {path}{remainder}")
 
 
-def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:
-    """Audit all policies together; if one of them fails, audit each by itself."""
+def _each(
+    audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet], *, shared: bool
+) -> Audits:
+    """Audit all policies together; if one of them fails, audit each by itself, unless the work is shared.
+
+    What other processes run or an earlier one has saved are records of all policies together.
+    """
     from ampaudit.core.errors import CouldNotAudit
 
     try:
         return audit(policies), []
     except CouldNotAudit:
-        if len(policies) == 1:
+        if shared or len(policies) == 1:
             raise
     reports: list[Report] = []
     failures: list[tuple[str, AuditError]] = []
@@ -173,4 +178,6 @@ def audited(
             refuse_undivided(config)
             share.describe(location, identity_of(source, policies, config))
         session = Session(progress.update, share)
-        return _each(lambda chosen: scan_policies(source, chosen, config, session), policies)
+        return _each(
+            lambda chosen: scan_policies(source, chosen, config, session), policies, shared=share is not None
+        )

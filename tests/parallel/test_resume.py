@@ -201,3 +201,33 @@ def test_a_record_of_another_batch_is_named(kept: Path) -> None:
 def test_a_pipeline_cannot_be_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert "--resume keeps whole batches" in str(run(*RESUMED, "--pipeline").output)
+
+
+PICKY = """
+import torch
+
+
+class Picky(torch.nn.Module):
+    def forward(self, x):
+        if x.dtype == torch.float16:
+            raise ValueError("float32 only")
+        return x @ x * 1e3
+
+
+def get_model():
+    return Picky()
+
+
+def example_inputs():
+    return torch.ones(4, 4)
+"""
+
+
+def test_records_of_one_policy_are_never_those_of_another(folder: Path) -> None:
+    """After a failure of one, each of the others was once given the records of the first."""
+    (folder / "picky.py").write_text(PICKY)
+    words = ("scan", "picky.py", "--policy", "as-is,half,torch-cuda", "--fail-on", "never")
+    done = run(*words, "--resume", "kept")
+    assert done.exit_code == 3
+    assert "float32 only" in str(done.exception)
+    assert "2 policies in float16" in run(*words).output  # without a directory, those that can be audited
