@@ -135,10 +135,11 @@ class BaselineFile:
 def check_all(
     requests: Sequence[Request], jobs: int, limits: ChildLimits, on_progress: Progress
 ) -> list[TargetResult]:
-    """Run the requests, so many processes at a time, and return their results in order.
+    """Run the requests, at most ``jobs`` at a time, and return their results in order.
 
     A process that dies or is stopped gives a result as well: its target could not be audited.
     """
+    jobs = min(jobs, len(requests))
     waiting = list(enumerate(requests))[::-1]
     running: dict[int, _Worker] = {}
     results: dict[int, TargetResult] = {}

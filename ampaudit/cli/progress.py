@@ -59,7 +59,7 @@ class ProgressBar:
                 return
             if self._bar is not None:
                 self._draw(is_new=is_new)
-            elif done < total and (is_new or time.monotonic() - self._written >= LOG_SECONDS):
+            elif (done < total or not total) and (is_new or time.monotonic() - self._written >= LOG_SECONDS):
                 self._log()
 
     def _show(self) -> None:

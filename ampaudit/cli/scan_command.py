@@ -117,9 +117,7 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     print_notes(f"policy written to {path}{remainder}")
 
 
-def _each(
-    audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet], *, shared: bool
-) -> Audits:
+def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet], *, shared: bool) -> Audits:
     """Audit all policies together; if one of them fails, audit each by itself, unless the work is shared.
 
     What other processes run or an earlier one has saved are records of all policies together.

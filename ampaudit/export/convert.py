@@ -511,14 +511,18 @@ def set_dtype(
     """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
 
     That loads all parameters in one dtype, except for modules that the class of the model keeps in FP32. This
-    dtype is the 16-bit format only if the plan stores all other parameters in it.
+    dtype is the 16-bit format only if the plan uses no other parameter in float32.
 
     Returns:
         Notes for the user.
     """
     config = read_raw_config(directory)
     is_kept = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
-    float32 = [n for n, d in decisions.items() if d.dtype == "F32" and not is_kept(d.parameter or n)]
+    float32 = [
+        name
+        for name, decision in decisions.items()
+        if (decision.dtype == "F32" or decision.used_in_float32) and not is_kept(decision.parameter or name)
+    ]
     if "torch_dtype" not in config:
         config.setdefault("dtype")
     config = with_stored_dtype(config, dtype if not float32 else "float32")

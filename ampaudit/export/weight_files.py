@@ -46,6 +46,7 @@ class StoredTensor:
     crc32: int  # of its bytes
     reason: str
     parameter: str | None = None  # name in the model, if the model is known
+    used_in_float32: bool = False  # though it may be stored in 16 bits already
     master: str | None = None  # file with the unrounded values, if they differ and masters are kept
     master_dtype: TypeName | None = None  # before rounding, even without a master
     master_crc32: int | None = None
@@ -242,6 +243,7 @@ class StorageDecision:
     dtype: str
     reason: str
     parameter: str | None = None  # name in the model, if the model is known
+    used_in_float32: bool = False  # though it may be stored in 16 bits already
 
 
 def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
@@ -292,7 +294,8 @@ def decide_as_planned(
     for name, entry in checkpoint.entries.items():
         parameter = names.get(name, name)
         dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
-        if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES or dtype == "F32":
+        in_float32 = dtype == "F32"
+        if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES or in_float32:
             dtype = entry.dtype  # stored tensors are never widened
-        decisions[name] = StorageDecision(dtype, reason, parameter=parameter)
+        decisions[name] = StorageDecision(dtype, reason, parameter, in_float32)
     return decisions

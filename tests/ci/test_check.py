@@ -308,9 +308,12 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
 def test_parallel_checks_share_the_cores(tmp_path: Path, jobs: int) -> None:
     """A single process keeps torch's default."""
     code = "import os\ndef get_model(): raise ValueError(f\"<{os.environ.get('OMP_NUM_THREADS')}>\")\n"
-    (result,) = check(*written(tmp_path, {"threads": code}), jobs=jobs)
-    share = str(max(1, (os.cpu_count() or 1) // jobs))
-    assert f"<{share if jobs > 1 else os.environ.get('OMP_NUM_THREADS')}>" in result.error
+    targets = {f"threads_{number}": code for number in range(jobs)}
+    share = str(max(1, (os.cpu_count() or 1) // jobs)) if jobs > 1 else os.environ.get("OMP_NUM_THREADS")
+    for result in check(*written(tmp_path, targets), jobs=jobs):
+        assert f"<{share}>" in result.error
+    (result,) = check(*written(tmp_path, {"alone": code}), jobs=8)
+    assert f"<{os.environ.get('OMP_NUM_THREADS')}>" in result.error
 
 
 def test_a_model_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:

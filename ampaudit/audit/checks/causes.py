@@ -37,9 +37,11 @@ _PRODUCTS = having("product", "added_product")
 _ATTENTION_SOFTMAX = having("softmax") | {"exp"}
 _FILLS = having("constant", "fills", "sum_of_two")
 _DOMAINS = {
-    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "lgamma"), "negative"),
-    **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), "beyond 1"),
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "pow"), "negative"),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), "not between -1 and 1"),
     "acosh": "below 1",
+    "log1p": "below -1",
+    "logit": "not between 0 and 1",
 }
 _MASKED_ROW_SOFTMAX = having("softmax") | {"scaled_dot_product_attention"}
 LONG = 64
@@ -95,7 +97,7 @@ def domain(context: CheckContext, site: Site) -> str | None:
         return None
     if stats.nan:
         return f"{base} is not defined where its input is {_DOMAINS[base]}, and rounding takes it there"
-    if base in ("atanh", "erfinv", "logit"):
+    if base in ("atanh", "erfinv", "log1p", "logit"):
         return f"{base} is infinite at the end of its domain, and rounding takes its input there"
     return None
 

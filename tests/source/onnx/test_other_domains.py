@@ -129,6 +129,13 @@ def test_the_simplified_norm_of_the_standard_domain() -> None:
     agrees(model_of([node], given, ["y"], {"w": W}), given)
 
 
+def test_the_simplified_norm_over_several_axes_gives_its_statistics() -> None:
+    node = helper.make_node("SimplifiedLayerNormalization", ["x", "w"], ["y", "s"], axis=1, epsilon=1e-6)
+    found = ours(model_of([node], {"x": X}, ["y", "s"], {"w": floats(*X.shape[1:])}), {"x": X})["s"]
+    mean = torch.from_numpy(X).square().mean((1, 2), keepdim=True)
+    torch.testing.assert_close(found, torch.rsqrt(mean + 1e-6))
+
+
 def test_instance_norm_ignores_an_attribute_of_group_norm() -> None:
     node = helper.make_node("InstanceNormalization", ["x", "w", "b"], ["y"], num_groups=1)
     found = ours(model_of([node], {"x": X}, ["y"], {"w": W[:5], "b": B[:5]}), {"x": X})["y"]

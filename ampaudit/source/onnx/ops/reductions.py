@@ -51,11 +51,11 @@ def _empty_extreme(tensor: Tensor, axes: list[int], keep: bool, largest: bool) -
     """Return the identity of the operation for each element of the result."""
     sizes = torch.empty(tensor.shape, device="meta").sum(axes, keep).shape
     if tensor.is_floating_point():
-        return torch.full(sizes, -math.inf if largest else math.inf)
+        return tensor.new_full(sizes, -math.inf if largest else math.inf)
     if tensor.dtype == torch.bool:
-        return torch.full(sizes, not largest)
+        return tensor.new_full(sizes, not largest)
     info = torch.iinfo(tensor.dtype)
-    return torch.full(sizes, info.min if largest else info.max, dtype=tensor.dtype)
+    return tensor.new_full(sizes, info.min if largest else info.max)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -198,7 +198,8 @@ def _epsilon(call: NodeCall) -> Any:
 
 
 def _inverse_root(call: NodeCall, tensor: Tensor) -> Tensor:
-    mean = tensor.float().square().mean(-1, keepdim=True)
+    axes = list(range(call.attribute("axis", -1) % tensor.ndim, tensor.ndim))
+    mean = tensor.float().square().mean(axes, keepdim=True)
     return torch.rsqrt(mean + _epsilon(call))
 
 
