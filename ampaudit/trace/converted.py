@@ -116,7 +116,7 @@ class CodeDifference:
     caller: SourceLine | None  # the user's line that calls it, if that is another one
     low: str | None  # the op in 16 bits with its constants; ``None`` if it is missing
     fp32: str | None  # the op in FP32 with its constants; ``None`` if it is missing
-    lines: int  # number of lines that differ
+    lines: int  # number of lines that differ, counted in each layer
     # all sites of the 16-bit trace that the FP32 trace lacks or runs with other constants
     low_sites: tuple[SiteId, ...] = ()
 

@@ -62,6 +62,14 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, p
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
 
 
+def test_weights_in_bfloat16_that_the_plan_uses_in_float32_are_not_loaded_in_float16(tmp_path: Path) -> None:
+    """They are stored as they were, in 16 bits, which says nothing about the plan."""
+    zoo.ZOO["bert"]().model.bfloat16().save_pretrained(tmp_path / "hf")
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
+    out = converted(source, tmp_path / "out", policy="torch-cuda", program=False)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_the_config_of_each_tower_names_the_stored_dtype(tmp_path: Path) -> None:
     """As Transformers writes a model that was loaded in bfloat16."""
     from transformers import CLIPConfig, CLIPModel

@@ -233,7 +233,7 @@ def test_a_mask_does_not_hide_the_line_that_matters() -> None:
     assert found.source is not None
     assert found.source.line == line_of(masked_and_clamped, "# here")
     assert (
-        "runs clamp(0.09766) in float16 and clamp(1.192e-05) in FP32 (first of 2 such lines)" in found.cause
+        "runs clamp(0.09766) in float16 and clamp(1.192e-05) in FP32 (first of 2 such places)" in found.cause
     )
 
 

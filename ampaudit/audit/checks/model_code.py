@@ -111,7 +111,7 @@ def describe_difference(place: CodeDifference, dtype: str) -> str:
     does = f"runs {place.low} in {dtype} and {place.fp32 or 'nothing'} in FP32"
     if place.low is None:
         does = f"runs {place.fp32} in FP32 and nothing in {dtype}"
-    others = f" (first of {place.lines} such lines)" if place.lines > 1 else ""
+    others = f" (first of {place.lines} such places)" if place.lines > 1 else ""
     return f"{where} {does}{others}"
 
 
