@@ -481,15 +481,14 @@ class PipelineShare(RankShare, Route):
         if passed == self._segments.stop and passed < count:
             self._board.put(f"state/{call}/{passed}", pack())
 
-    def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
+    def agreed(self, phase: str, again: RepairMasks) -> RepairMasks:
         """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
         if not self.ends:
             self._wait_for(key, self.count - 1, self._raise_if_stopped)
             return table.validate_json(self._board.get(key))
-        batches: RepairMasks = again or {}
-        self._board.put(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
-        return batches
+        self._board.put(key, table.dump_json({n: dict(masks) for n, masks in again.items()}))
+        return again
 
     def _raise_if_stopped(self) -> None:
         """Raise the error of a batch that has failed in another rank."""

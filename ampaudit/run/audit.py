@@ -24,7 +24,7 @@ from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair, Sha
 from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.program import widened_tensor
 from ampaudit.run.record import RunRecord, StateFault, StepObservation
-from ampaudit.run.runner import CallResult, PreparedBatch, Runner
+from ampaudit.run.runner import BatchRun, Runner
 from ampaudit.run.segmented import run_segmented
 from ampaudit.run.share import ALONE, Failure, PartRecords, Share
 from ampaudit.source.interface import Batch
@@ -35,7 +35,7 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.stack import calling_line
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
@@ -185,40 +185,46 @@ def _run_in_order(
 def _run_batch(
     runners: Sequence[Runner], batch: Batch, number: int, progress: Progress, *, mine: bool
 ) -> None:
-    """Run a batch under every policy, or only trace it if another machine runs it."""
-    first = runners[0]
+    """Run a batch under every policy, or only trace it if another machine runs it.
+
+    Policies share the reference, unless there are recorders or random numbers.
+    """
     if not mine:
         for runner in runners:
             runner.skip(batch, number)
-    elif (steps := first.config.steps) is not None:
+        return
+    config = runners[0].config
+    if config.steps is not None:
         for runner in runners:
-            run_steps(runner, steps, batch, number, progress)
-    elif len(runners) == 1:
-        first.run(batch, number)
-    else:
-        _run_together(runners, first.config, batch, number)
-
-
-def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, number: int) -> None:
-    """Run a batch under every policy together, or one by one if recorders or random numbers require it."""
-    ready = [runner.prepare(batch, number) for runner in runners]
-    programs = [item.executor.program for item in ready]
-    recorded = any(runner.recorders for runner in runners)
-    if recorded or any(step.random for program in programs for step in program.steps):
-        for runner, item in zip(runners, ready, strict=True):
-            runner.execute(item)
+            runner.record.fed_back = config.steps.fed_back
+            loop = _Loop(runner, config.steps, batch)
+            for step in range(1, config.steps.count + 1):
+                progress("running steps", step - 1, config.steps.count)
+                runner.record.steps.append(loop.advance(StepObservation(number, step)))
+        return
+    if len(runners) == 1:
+        runners[0].run(batch, number)
+        return
+    calls = [runner.prepare(batch, number) for runner in runners]
+    programs = [call.executor.program for call in calls]
+    random = any(step.random for program in programs for step in program.steps)
+    if random or any(runner.recorders for runner in runners):
+        for runner, call in zip(runners, calls, strict=True):
+            with runner.record.timing("run"):
+                outputs = runner.execute(call, call.meter)
+            runner.finish(call, outputs)
         return
     shared = SharedReference(programs)
     started = time.perf_counter()
     with guarded(config.device, batch), torch.no_grad():
-        starts = [item.executor.start(item.tensors) for item in ready]
-        runs = [i.executor.proceed(state, i.meter, shared) for i, state in zip(ready, starts, strict=True)]
-        outputs = Interleaved(runs, shared).advance()
-    assert outputs is not None, "no run stops early"
-    share = (time.perf_counter() - started) / len(runners)
-    for runner, item, pairs in zip(runners, ready, outputs, strict=True):
-        runner.record.add_seconds("run", share)
-        runner.finish(item, pairs)
+        states = [call.executor.start(call.tensors) for call in calls]
+        runs = [c.executor.proceed(state, c.meter, shared) for c, state in zip(calls, states, strict=True)]
+        results = Interleaved(runs, shared).advance()
+    assert results is not None, "no run stops early"
+    seconds = (time.perf_counter() - started) / len(runners)
+    for runner, call, pairs in zip(runners, calls, results, strict=True):
+        runner.record.add_seconds("run", seconds)
+        runner.finish(call, pairs)
 
 
 def measure(
@@ -251,25 +257,6 @@ def promoted_sites(
     )
 
 
-def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress: Progress) -> None:
-    """Run a batch for a number of steps.
-
-    The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
-    FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so
-    that later steps are audited as if the fault had not happened. The unrepaired state is carried on as well,
-    to determine which later steps it poisons.
-
-    Raises:
-        InputError: The function does not return valid next inputs.
-        SourceError: The function fails.
-        ReferenceBroken: The function returns NaN or infinity in FP32.
-    """
-    loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
-    for step in range(1, steps.count + 1):
-        progress("running steps", step - 1, steps.count)
-        runner.record.steps.append(loop.advance(StepObservation(number, step)))
-
-
 @dataclass(slots=True)
 class _Side:
     """One of the runs, with its inputs, buffers, and copy of the function that computes the next inputs."""
@@ -287,7 +274,13 @@ class _Side:
 
 
 class _Loop:
-    """The FP32 run, the 16-bit run with repairs and, once it differs, the one without, step by step."""
+    """The FP32 run, the 16-bit run with repairs and, once it differs, the one without, step by step.
+
+    The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
+    FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so
+    that later steps are audited as if the fault had not happened. The unrepaired state is carried on as well,
+    to determine which later steps it poisons.
+    """
 
     def __init__(self, runner: Runner, steps: Steps, batch: Batch) -> None:
         self._runner = runner
@@ -301,42 +294,51 @@ class _Loop:
         self._lost = False  # whether the unrepaired run cannot continue, since its values are too broken
 
     def advance(self, record: StepObservation) -> StepObservation:
-        """Run one step and, unless it is the last, compute the inputs of the next."""
+        """Run one step and, unless it is the last, compute the inputs of the next.
+
+        Raises:
+            InputError: The function does not return valid next inputs.
+            SourceError: The function fails.
+            ReferenceBroken: The function returns NaN or infinity in FP32.
+        """
         number, first = record.batch * self._count + record.step - 1, record.step == 1
         low_inputs = None if first else self._low.inputs
         inputs = replace(self._fp32.inputs, name=self._config.call_name(number))
-        ready = self._runner.prepare(inputs, number, low_inputs, self._low.buffers)
-        outputs, buffers, result = self._runner.execute(ready)
+        call = self._runner.prepare(inputs, number, low_inputs, self._low.buffers)
+        with self._runner.record.timing("run"):
+            outputs = self._runner.execute(call, call.meter)
+        buffers = call.executor.named_buffers()
+        repaired = self._runner.finish(call, outputs)
         if first:
-            self._low.inputs = _as_placed(self._low.inputs, ready)
+            self._low.inputs = _as_placed(self._low.inputs, call)
             self._fp32.inputs = self._fp32.inputs.mapped(widened_tensor)
-        self._measure(record, ready, result)
-        self._low.buffers |= ready.executor.named_buffers()
+        self._measure(record, call, repaired)
+        self._low.buffers |= call.executor.named_buffers()
         unrepaired: list[Pair] | None = None
         if self._unrepaired is not None:
-            unrepaired = self._run_unrepaired(ready, self._unrepaired)
+            unrepaired = self._run_unrepaired(call, self._unrepaired)
             record.poisoned = self._lost or _breaks_in_16_bits(unrepaired)
-        elif result.origins and not self._lost:
+        elif call.origins and not self._lost:
             unrepaired = outputs
         record.poisoned |= self._lost
         if record.step < self._count:
             spare = _Side(self._low.inputs, private_copy(self._low.function), self._low.buffers | buffers)
-            self._compute_next_inputs(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
+            self._compute_next_inputs(record, call, repaired, unrepaired, self._unrepaired or spare)
         return record
 
-    def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
+    def _measure(self, record: StepObservation, call: BatchRun, outputs: list[Pair]) -> None:
         """Record the errors and the least headroom of a step."""
-        traced, form = ready.executor.program.traced, self._config.number_format
-        outputs = dict(zip(traced.outputs, result.outputs, strict=True))
-        for name, comparison in compare_outputs(outputs, ready.number).items():
+        traced, form = call.executor.program.traced, self._config.number_format
+        pairs = dict(zip(traced.outputs, outputs, strict=True))
+        for name, comparison in compare_outputs(pairs, call.number).items():
             if comparison.kind != "integer" and comparison.elements:
                 record.errors[name] = comparison.err_sq, comparison.ref_sq
-        record.origins = result.origins
+        record.origins = call.origins
         sites = {site.id: site for site in traced.sites}
         exempt = self._runner.record.by_design | self._runner.executors.parameter_free
         peaks = [
             (max(row.fields["ref_peak"], row.fields["peak"]), str(row.site))
-            for row in result.measured
+            for row in call.measured
             if (site := sites.get(row.site)) is not None
             and site.dtype in LOW_PRECISION_DTYPES
             and site.role is not Role.WEIGHT_CAST
@@ -345,35 +347,35 @@ class _Loop:
         peak, record.headroom_at = max(peaks, default=(0.0, ""))
         record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
 
-    def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
+    def _run_unrepaired(self, call: BatchRun, side: _Side) -> list[Pair]:
         """Return the outputs of the unrepaired run; an empty list if it cannot continue."""
         carried = CarriedState(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
-        ready = replace(ready, carried=carried)
+        call = replace(call, carried=carried)
         try:
-            outputs = self._runner.outputs(ready, Observer())
+            outputs = self._runner.execute(call, Observer())
         except (AuditError, ValueError):
             self._unrepaired, self._lost = None, True
             return []
-        side.buffers |= ready.executor.named_buffers()
+        side.buffers |= call.executor.named_buffers()
         return outputs
 
     def _compute_next_inputs(
         self,
         record: StepObservation,
-        ready: PreparedBatch,
+        call: BatchRun,
         outputs: list[Pair],
         unrepaired: list[Pair] | None,
         side: _Side,
     ) -> None:
         """Compute the inputs of the next step in each run; ``side`` is that without repairs."""
         again = _Side(self._fp32.inputs, private_copy(self._fp32.function))
-        fp32, watch = self._call(self._fp32, ready, outputs, 0)
-        low, low_watch = self._call(self._low, ready, outputs, 1)
-        call = self._config.call_name(ready.number)
+        fp32, watch = self._call(self._fp32, call, outputs, 0)
+        low, low_watch = self._call(self._low, call, outputs, 1)
+        title = self._config.call_name(call.number)
         if record.step == 1:
-            refuse_misfit(ready.model, fp32, call)
-            refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
-        self._fp32.inputs, self._low.inputs = fp32, carried_inputs(fp32, low, call, record)
+            refuse_misfit(call.model, fp32, title)
+            refuse_hidden_state(fp32, self._call(again, call, outputs, 0)[0])
+        self._fp32.inputs, self._low.inputs = fp32, carried_inputs(fp32, low, title, record)
         if record.faults:
             op, line = first_fault(watch.ops, low_watch.ops)
             record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
@@ -381,20 +383,18 @@ class _Loop:
             return
         try:
             if unrepaired is not None:
-                low, _ = self._call(side, ready, unrepaired, 1)
-            side.inputs = carried_inputs(fp32, low, call, None)
+                low, _ = self._call(side, call, unrepaired, 1)
+            side.inputs = carried_inputs(fp32, low, title, None)
             self._unrepaired = side
         except AuditError:
             self._unrepaired, self._lost = None, True
 
-    def _call(
-        self, side: _Side, ready: PreparedBatch, outputs: list[Pair], index: int
-    ) -> tuple[Batch, OpWatch]:
+    def _call(self, side: _Side, call: BatchRun, outputs: list[Pair], index: int) -> tuple[Batch, OpWatch]:
         """Call the function for one run, with the same random numbers for all."""
-        program, call = ready.executor.program, self._config.call_name(ready.number)
+        program, title = call.executor.program, self._config.call_name(call.number)
         if program.traced.structure is None:
             raise InputError(
-                f"the outputs of {call} are in an object that cannot be copied for {NEXT_INPUTS}",
+                f"the outputs of {title} are in an object that cannot be copied for {NEXT_INPUTS}",
                 hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
             )
         tensors = []
@@ -406,18 +406,18 @@ class _Loop:
         )
         shared = {id(first) for first, second in pairs if first is second}
         with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
-            torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
+            torch.manual_seed(self._config.seed + call.number + _SEED_OFFSET)
             try:
-                return side.call(program.traced.structure.filled(tensors), Loans(shared), call)
+                return side.call(program.traced.structure.filled(tensors), Loans(shared), title)
             except NothingFedBack:
                 if not self._low.buffers:
                     raise
                 return side.inputs, OpWatch()  # the state is in the buffers
 
 
-def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
+def _as_placed(batch: Batch, call: BatchRun) -> Batch:
     """Cast the inputs of the first step as the policy does."""
-    places = ready.executor.program.traced.placeholders
+    places = call.executor.program.traced.placeholders
     dtypes = [place.dtype for place in places if place.slot is Slot.INPUT]
     placed = dict(zip(map(id, tensor_leaves(batch.args, batch.kwargs)), dtypes, strict=True))
     return batch.mapped(
@@ -545,8 +545,7 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         """Call the op and record its result."""
         result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        finite = all(bool(t.isfinite().all()) for t in tensors if inexact(t))
+        finite = all(bool(t.isfinite().all()) for t in tensors_in(result) if inexact(t))
         self.ops.append((str(func).removesuffix(".default"), finite, None if finite else calling_line()))
         return result
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
@@ -572,6 +574,13 @@ class RunRecord:
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the wall-clock time of a block to a phase, unless it fails."""
+        started = time.perf_counter()
+        yield
+        self.add_seconds(phase, time.perf_counter() - started)
 
     def drain(self) -> RunRecord:
         """Return everything recorded so far as a new record, and empty this one."""

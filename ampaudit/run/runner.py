@@ -6,7 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.backends import choose_backend
-from ampaudit.run.config import Against, RunConfig
+from ampaudit.run.config import RunConfig
 from ampaudit.run.device import guarded, refuse_broken_inputs, refuse_larger_than_memory
 from ampaudit.run.fp32_check import EagerModel, Fp32Check, is_broken
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
@@ -38,7 +38,7 @@ from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import GivenValues, PathTracing, with_known_casts
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 
-__all__ = ["CallResult", "ExecutorCache", "PreparedBatch", "Runner", "UnrepairedRun"]
+__all__ = ["BatchRun", "ExecutorCache", "Runner"]
 
 
 class Runner:
@@ -64,7 +64,10 @@ class Runner:
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if necessary, run, and run again with repairs if something broke."""
-        self.execute(self.prepare(batch, number))
+        call = self.prepare(batch, number)
+        with self.record.timing("run"):
+            outputs = self.execute(call, call.meter)
+        self.finish(call, outputs)
 
     def skip(self, batch: Batch, number: int) -> None:
         """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
@@ -79,24 +82,13 @@ class Runner:
             recorder.take(self.record)
         return self.record.drain()
 
-    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
-        """Run a prepared batch, and again with repairs if something broke.
-
-        Returns:
-            The outputs of the first run, the buffers that it wrote, and the results of the last run.
-        """
-        started = time.perf_counter()
-        outputs = self.outputs(ready, ready.meter)
-        self._add_seconds("run", started)
-        return outputs, ready.executor.named_buffers(), self.finish(ready, outputs)
-
     def prepare(
         self,
         batch: Batch,
         number: int,
         low_batch: Batch | None = None,
         buffers: Mapping[str, Pair] | None = None,
-    ) -> PreparedBatch:
+    ) -> BatchRun:
         """Trace if necessary, and check the inputs.
 
         Args:
@@ -109,107 +101,113 @@ class Runner:
         executor = self.executors.get(batch, number, low_batch, buffers)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, batch.title(number))
-        self._check_twins(executor.program, model, batch, number)
-        carried = None
-        if low_batch is not None:
-            carried = CarriedState(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
-        meter = self._meter(local=carried is None or not self._exceed_format(tensors, carried))
-        return PreparedBatch(executor, tensors, meter, batch, number, model, carried)
-
-    def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
-        ops = {site.twin.op for site in program.traced.sites if site.twin is not None}
+        ops = {site.twin.op for site in executor.program.traced.sites if site.twin is not None}
         if ops:  # for each batch, so that the result is the same whichever batches this machine runs
             reasons = self._eager.check_twins(ops, model, batch, number)
             self.record.twins |= {op: self.record.twins.get(op) or why for op, why in reasons.items()}
+        carried, local = None, not self.config.fp32_only
+        if low_batch is not None:
+            carried = CarriedState(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
+            pairs = zip(tensors, carried.inputs, strict=True)
+            floats = (first for first, second in pairs if first is not second and first.numel())
+            limit = self.config.number_format.max  # local errors of inputs beyond it would be meaningless
+            local = local and not any(float(tensor.abs().amax()) > limit for tensor in floats)
+        meter = Meter(self.config.number_format, self.executors.backend, local=local)
+        return BatchRun(executor, tensors, meter, batch, number, self.config.seed + number, model, carried)
 
-    def _exceed_format(self, tensors: list[torch.Tensor], carried: CarriedState) -> bool:
-        """Return whether inputs in FP32 overflow the format, so that local errors would be meaningless."""
-        pairs = zip(tensors, carried.inputs, strict=True)
-        floats = (first for first, second in pairs if first is not second and first.numel())
-        return any(float(tensor.abs().amax()) > self.config.number_format.max for tensor in floats)
+    def execute(self, call: BatchRun, observer: Observer) -> list[Pair]:
+        """Run a prepared batch under an observer, and return the outputs."""
+        for recorder in self.recorders:
+            observer = recorder.following(observer, call.executor.program)
+        with guarded(self.config.device, call.batch):
+            torch.manual_seed(call.seed)
+            return call.executor.run(call.tensors, observer, call.carried)
 
-    def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> CallResult:
-        """Read the measurements of a run, run again with repairs if something broke, and merge."""
-        started = time.perf_counter()
-        first_run, repairing, unrepaired = self.analyze(ready, outputs), None, outputs
-        if first_run.faults.need_repair:
-            repairing = self.repairing(ready, first_run.faults.masks)
-            outputs = self.outputs(ready, repairing)
-        result = self.conclude(first_run, repairing, outputs)
-        self._add_seconds("run", started)
+    def finish(self, call: BatchRun, outputs: list[Pair]) -> list[Pair]:
+        """Read the measurements of a run, run again with repairs if something broke, and merge.
+
+        Returns:
+            The outputs of the last run.
+        """
+        unrepaired, repairing = outputs, None
+        with self.record.timing("run"):
+            faults = self.analyze(call, outputs)
+            if faults.need_repair:
+                repairing = self.repairing(call, faults.masks)
+                outputs = self.execute(call, repairing)
+            self.conclude(call, repairing)
         if self.recorders:
-            started, title = time.perf_counter(), ready.batch.title(ready.number)
-            with guarded(self.config.device):
+            title = call.batch.title(call.number)
+            with self.record.timing("backward"), guarded(self.config.device):
                 for recorder in self.recorders:
-                    recorder.finish(ready.executor, outputs, unrepaired, ready.number, title)
-            self._add_seconds("backward", started)
-        return result
+                    recorder.finish(call.executor, outputs, unrepaired, call.number, title)
+        return outputs
 
-    def analyze(self, ready: PreparedBatch, outputs: list[Pair]) -> UnrepairedRun:
+    def analyze(self, call: BatchRun, outputs: list[Pair]) -> FaultPropagation:
         """Read the measurements of a run without repairs, compare its outputs, and trace its faults."""
-        executor, tensors, number = ready.executor, ready.tensors, ready.number
-        measured = list(ready.meter.results())
-        self._note_inputs(executor, tensors)
-        fp32 = self.fp32_outputs(ready, outputs)
+        executor, tensors = call.executor, call.tensors
+        call.measured = list(call.meter.results())
+        if self.config.rules is not None and self.config.rules.measured:
+            programs = enumerate(self.executors.programs)
+            graph = next(graph for graph, program in programs if program is executor.program)
+            peaks = self.record.given.setdefault(graph, {})
+            for node in executor.program.inputs:
+                if executor.is_float_input(node):
+                    peak = executor.placeholder_peak(node, tensors)
+                    peaks[node.name] = max(peaks.get(node.name, 0.0), peak)
+        fp32 = self._fp32_outputs(call, outputs)
         if fp32 is None:
-            self._refuse_broken_reference(outputs, measured, ready.batch.title(number))
+            self._refuse_broken_reference(call, outputs)
         pairs = dict(zip(executor.program.traced.outputs, outputs, strict=True))
         if self.config.keep_outputs is not None:
-            self.config.keep_outputs(number, pairs)
+            self.config.keep_outputs(call.number, pairs)
         if not self.config.fp32_only:
-            self._compare(ready, pairs, fp32)
-        faults = FaultPropagation(
+            self._compare(call, pairs, fp32)
+        call.faults = FaultPropagation(
             executor.program,
-            measured,
+            call.measured,
             self.config.number_format.max,
             lambda node: executor.placeholder_peak(node, tensors),
         )
-        self.record.masks |= faults.masks
-        self.record.by_design |= faults.by_design
-        return UnrepairedRun(ready, measured, faults)
+        self.record.masks |= call.faults.masks
+        self.record.by_design |= call.faults.by_design
+        return call.faults
 
-    def repairing(self, ready: PreparedBatch, masks: Collection[str]) -> RepairingMeter:
+    def repairing(self, call: BatchRun, masks: Collection[str]) -> RepairingMeter:
         """Return the observer for the second, repaired run of a batch."""
-        meter = self._meter(local=ready.meter.local)
-        return RepairingMeter(meter, ready.executor.program, set(map(SiteId, masks)))
+        meter = Meter(self.config.number_format, self.executors.backend, local=call.meter.local)
+        return RepairingMeter(meter, call.executor.program, set(map(SiteId, masks)))
 
-    def conclude(
-        self, first_run: UnrepairedRun, repairing: RepairingMeter | None, outputs: list[Pair]
-    ) -> CallResult:
+    def conclude(self, call: BatchRun, repairing: RepairingMeter | None) -> None:
         """Merge the measurements of a batch: those of the repaired run, if there was one."""
-        ready, measured = first_run.ready, first_run.measured
-        meter, number = ready.meter, ready.number
-        origins: tuple[SiteId, ...] = ()
+        meter, repaired, number = call.meter, None, call.number
         if repairing is not None:
-            meter, measured = repairing.meter, list(repairing.meter.results())
-            origins = tuple(repairing.origins)
+            assert call.faults is not None, "a run is analyzed before its repairs"
+            meter, call.measured = repairing.meter, list(repairing.meter.results())
+            repaired, call.origins = meter.path, tuple(repairing.origins)
             harming = {origin.site for origin in self.record.origins if origin.harms}
-            self.record.add_origins(first_run.faults.origins(set(origins), number, harming))
-        repaired = None if meter is ready.meter else meter.path
-        self.record.path.add(ready.meter.path, ready.executor.program.traced, number, repaired)
-        merge_measured(self.record, meter, measured, number)
-        if ready.batch.name and self.config.steps is None:
-            self.record.names[number] = ready.batch.name
-        return CallResult(outputs, measured, origins)
+            self.record.add_origins(call.faults.origins(set(call.origins), number, harming))
+        self.record.path.add(call.meter.path, call.executor.program.traced, number, repaired)
+        merge_measured(self.record, meter, call.measured, number)
+        if call.batch.name and self.config.steps is None:
+            self.record.names[number] = call.batch.name
 
-    def _compare(
-        self, ready: PreparedBatch, pairs: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
-    ) -> None:
+    def _compare(self, call: BatchRun, pairs: dict[str, Pair], fp32: dict[str, torch.Tensor] | None) -> None:
         """Compare the outputs with those of the FP32 model, and keep the worst batch of each.
 
         Edited code, in 16 bits and in FP32, is compared with the user's unedited model.
         """
-        comparisons = compare_outputs(paired_with_fp32(pairs, fp32), ready.number)
+        comparisons = compare_outputs(paired_with_fp32(pairs, fp32), call.number)
         if self.config.edits and fp32 is not None:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
-            merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
-        buffers = {} if ready.carried is None else ready.carried.buffers
-        fp32_state = CarriedState(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
-        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, fp32_state)
+            merge_outputs(self.record.edited, compare_outputs(edited, call.number))
+        buffers = {} if call.carried is None else call.carried.buffers
+        fp32_state = CarriedState(call.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        attribution = Attribution(call.executor, call.tensors, call.seed, fp32_state)
         merge_outputs(self.record.outputs, comparisons)
         for name in merge_outputs(self._outputs, comparisons):
             self._worst[name] = attribution
-        self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
+        self.record.buffers |= {update.name: update for update in buffer_updates(call.executor)}
 
     def attribute(self) -> None:
         """Find where the errors of inaccurate outputs enter."""
@@ -229,60 +227,36 @@ class Runner:
                 worst[name] = Attribution(executor, tensors, seed, CarriedState(tensors))
         self.record.culprits = find_culprits(self.record.outputs, worst, least)
         if self.record.culprits:
-            self._add_seconds("attribution", started)
+            self.record.add_seconds("attribution", time.perf_counter() - started)
 
-    def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
-        """Return the outputs of the FP32 model by name; ``None`` if the lock-step reference is that model.
+    def _fp32_outputs(self, call: BatchRun, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
+        """Return the outputs of the FP32 model, or of that of ``--against``, by name.
 
-        Outputs without a counterpart in FP32 are left out. With ``--against``, return the outputs of that
-        model.
+        Outputs without a counterpart in FP32 are left out.
+
+        Returns:
+            ``None`` if the lock-step reference is that model.
         """
+        program = call.executor.program
         if self.config.against is not None:
-            return self._reference_outputs(self.config.against, ready)
-        reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
-        # the eager model does not have the buffers of earlier steps
-        stateful = ready.carried is not None and bool(ready.carried.buffers)
-        if ready.executor.program.traced.path is not None and not (reads or edited or stateful):
-            self._fp32.refuse_other_path(
-                ready.model, ready.executor.program, ready.batch, ready.number, outputs
-            )
-        if self.config.fp32_only or stateful or not (reads or edited):
-            return None
-        started = time.perf_counter()
-        model, program, call = ready.model, ready.executor.program, (ready.batch, ready.number)
-        check = self._fp32  # the reference contains the edits, unlike the user's model
-        fp32 = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
-        self._add_seconds("fp32", started)
-        return fp32
-
-    def _reference_outputs(self, against: Against, ready: PreparedBatch) -> dict[str, torch.Tensor]:
-        started = time.perf_counter()
-        comparison = against.compare(ready.executor, ready.tensors, ready.number)
-        worst = self.record.comparison
-        if worst is None or (comparison.wrong and not worst.wrong):
-            self.record.comparison = comparison
-        self._add_seconds("comparison", started)
-        return dict(comparison.outputs)
-
-    def _meter(self, *, local: bool = True) -> Meter:
-        local = local and not self.config.fp32_only
-        return Meter(self.config.number_format, self.executors.backend, local=local)
-
-    def outputs(self, ready: PreparedBatch, observer: Observer) -> list[Pair]:
-        """Run a prepared batch under an observer."""
-        for recorder in self.recorders:
-            observer = recorder.following(observer, ready.executor.program)
-        with guarded(self.config.device, ready.batch):
-            torch.manual_seed(self.config.seed + ready.number)
-            return ready.executor.run(ready.tensors, observer, ready.carried)
-
-    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
-        if self.config.rules is None or not self.config.rules.measured:
-            return
-        peaks = self.record.given.setdefault(self.executors.number_of(executor.program), {})
-        floats = [node for node in executor.program.inputs if executor.is_float_input(node)]
-        for node in floats:
-            peaks[node.name] = max(peaks.get(node.name, 0.0), executor.placeholder_peak(node, tensors))
+            with self.record.timing("comparison"):
+                comparison = self.config.against.compare(call.executor, call.tensors, call.number)
+                worst = self.record.comparison
+                if worst is None or (comparison.wrong and not worst.wrong):
+                    self.record.comparison = comparison
+            return dict(comparison.outputs)
+        if call.carried is not None and call.carried.buffers:
+            return None  # the eager model does not have the buffers of earlier steps
+        if program.traced.reads or self.config.edits:
+            if self.config.fp32_only:
+                return None
+            with self.record.timing("fp32"):
+                if self.config.edits:  # the reference contains the edits, unlike the user's model
+                    return self._fp32.unedited(call.model, call.batch, call.number)
+                return self._fp32.outputs(call.model, program, call.batch, call.number, outputs)
+        if program.traced.path is not None:
+            self._fp32.refuse_other_path(call.model, program, call.batch, call.number, outputs)
+        return None
 
     def measurements(self) -> dict[SiteId, Measurement]:
         """Return the measurements so far, for the policy's measured rules."""
@@ -294,21 +268,17 @@ class Runner:
                 by_site[site] = measurement.joined(by_site[site]) if site in by_site else measurement
         return by_site
 
-    def _refuse_broken_reference(
-        self, outputs: list[Pair], measured: list[MeasuredValue], title: str
-    ) -> None:
+    def _refuse_broken_reference(self, call: BatchRun, outputs: list[Pair]) -> None:
         if not any(is_broken(reference) for reference, _ in outputs):
             return
-        first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
+        first = next((row.site for row in call.measured if row.fields["ref_bad"] > 0), None)
         site = self.executors.sites[first] if first else None
         where = f" at {site.id}" if site else ""
         line = f" ({site.source.file}:{site.source.line})" if site and site.source else ""
+        title = call.batch.title(call.number)
         raise ReferenceBroken(
             f"the FP32 model itself gives NaN or infinity in {title}; the first is{where}{line}"
         )
-
-    def _add_seconds(self, phase: str, started: float) -> None:
-        self.record.add_seconds(phase, time.perf_counter() - started)
 
 
 def measurements(
@@ -437,34 +407,34 @@ def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredV
     record.batches += 1
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch that is ready to run, with the model and the state that earlier steps left."""
+@dataclass(slots=True)
+class BatchRun:
+    """A batch that is ready to run, and what its runs have measured.
+
+    Attributes:
+        executor: Executor of its program.
+        tensors: Inputs of the FP32 run.
+        meter: Observer of the run without repairs.
+        batch: The batch.
+        number: Number of the call.
+        seed: Seed of its random numbers.
+        model: The user's model in the state before the batch.
+        carried: State that earlier steps left, if any.
+        measured: Measurements of the last run.
+        faults: Faults of the run without repairs, once it is analyzed.
+        origins: Sites that broke by their own fault.
+    """
 
     executor: LockStep
     tensors: list[torch.Tensor]
     meter: Meter
     batch: Batch
     number: int
+    seed: int
     model: nn.Module
     carried: CarriedState | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class UnrepairedRun:
-    """The measurements of a run without repairs, and how its faults propagate."""
-
-    ready: PreparedBatch
-    measured: list[MeasuredValue]
-    faults: FaultPropagation
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """The results of one call after repairs; ``origins`` holds the sites that broke by their own fault."""
-
-    outputs: list[Pair]
-    measured: list[MeasuredValue]
+    measured: list[MeasuredValue] = field(default_factory=list)
+    faults: FaultPropagation | None = None
     origins: tuple[SiteId, ...] = ()
 
 
@@ -519,10 +489,6 @@ class ExecutorCache:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
-
-    def number_of(self, program: Program) -> int:
-        """Return the index of a program in ``programs``."""
-        return next(number for number, other in enumerate(self.programs) if other is program)
 
     def _may_reuse(self, executor: LockStep, carried: CarriedState, number: int) -> bool:
         """Return whether a batch may reuse the trace of an earlier one."""

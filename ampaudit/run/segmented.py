@@ -30,7 +30,7 @@ from ampaudit.run.meter import Meter
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import PreparedBatch, Runner, UnrepairedRun
+from ampaudit.run.runner import BatchRun, Runner
 from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program
 from ampaudit.run.share import Failure, PartRecords, RepairMasks, Route, Share
 from ampaudit.source.interface import Batch
@@ -93,9 +93,8 @@ class _Segmented:
     progress: Progress
     at: int = 0
     done: dict[int, list[RunRecord]] = field(default_factory=dict)
-    _ready: dict[Key, PreparedBatch] = field(default_factory=dict)
+    _ready: dict[Key, BatchRun] = field(default_factory=dict)
     _records: dict[Key, list[RunRecord]] = field(default_factory=dict)
-    _judged: dict[Key, UnrepairedRun] = field(default_factory=dict)
     _ended: set[Key] = field(default_factory=set)
 
     @property
@@ -125,14 +124,14 @@ class _Segmented:
             meters = [self._call(key, ready.meter) for key, ready in self._ready.items()]
             for call, outputs in self._through(table, parking, "1", meters):
                 self._judge(call, outputs)
-            again = self._route.agreed(self.phase, self._broken() if self._judged else None)
+            again = self._route.agreed(self.phase, self._broken())
             repairing = [
                 self._call(key, self.runners[key[1]].repairing(self._ready[key], masks))
                 for number, policies in again.items()
                 for key, masks in (((number, policy), masks) for policy, masks in policies.items())
             ]
-            for call, outputs in self._through(table, parking, "2", repairing):
-                self._conclude(call, outputs)
+            for call, _ in self._through(table, parking, "2", repairing):
+                self._conclude(call)
 
     def _cut(self, program: Program) -> tuple[Segment, ...]:
         memory, stages = self.runners[0].config.memory, self._route.stages()
@@ -155,8 +154,7 @@ class _Segmented:
             yield Parking(config.device, on_host, directory)
 
     def _call(self, key: Key, observer: Meter | RepairingMeter) -> BatchCall:
-        number, policy = key
-        return BatchCall(policy, self._ready[key], observer, self.runners[policy].config.seed + number)
+        return BatchCall(key[1], self._ready[key], observer)
 
     def _through(
         self, table: _SegmentTable, parking: Parking, run: str, calls: Iterable[BatchCall]
@@ -203,15 +201,14 @@ class _Segmented:
         return groups.items()
 
     def _judge(self, call: BatchCall, outputs: list[Pair]) -> None:
-        judged = self.runners[call.policy].analyze(call.ready, outputs)
-        self._judged[call.key] = judged
+        faults = self.runners[call.policy].analyze(call.ready, outputs)
         self._keep_record(call.key)
-        if not judged.faults.need_repair:
-            self._conclude(call, [])
+        if not faults.need_repair:
+            self._conclude(call)
 
-    def _conclude(self, call: BatchCall, outputs: list[Pair]) -> None:
+    def _conclude(self, call: BatchCall) -> None:
         repairing = call.observer if isinstance(call.observer, RepairingMeter) else None
-        self.runners[call.policy].conclude(self._judged[call.key], repairing, outputs)
+        self.runners[call.policy].conclude(call.ready, repairing)
         self._keep_record(call.key)
         self._ended.add(call.key)
         number, keys = call.ready.number, [(call.ready.number, p) for p in range(len(self.runners))]
@@ -221,9 +218,9 @@ class _Segmented:
 
     def _broken(self) -> RepairMasks:
         broken: dict[int, dict[int, frozenset[str]]] = {}
-        for (number, policy), judged in self._judged.items():
-            if judged.faults.need_repair:
-                broken.setdefault(number, {})[policy] = frozenset(judged.faults.masks)
+        for (number, policy), ready in self._ready.items():
+            if ready.faults is not None and ready.faults.need_repair:
+                broken.setdefault(number, {})[policy] = frozenset(ready.faults.masks)
         return broken
 
     def _keep_record(self, key: Key) -> None:
@@ -279,9 +276,8 @@ class BatchCall:
     """One run of one batch under one policy, which is given by its index."""
 
     policy: int
-    ready: PreparedBatch
+    ready: BatchRun
     observer: Meter | RepairingMeter
-    seed: int
 
     @property
     def key(self) -> tuple[int, int]:
@@ -349,7 +345,7 @@ class Passage:
         device = self._parking.device
         with guarded(device, self.calls[0].ready.batch), torch.no_grad():
             if self._runs is None:
-                torch.manual_seed(self.calls[0].seed)
+                torch.manual_seed(self.calls[0].ready.seed)
                 self._enter([c.ready.executor.start(c.ready.tensors, c.ready.carried) for c in self.calls])
             else:
                 for index, (state, call) in enumerate(zip(self._states, self.calls, strict=True)):

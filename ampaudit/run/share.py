@@ -64,13 +64,13 @@ class Route:
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Save or send the state of a call that has passed ``passed`` of ``count`` segments."""
 
-    def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
+    def agreed(self, phase: str, again: RepairMasks) -> RepairMasks:
         """Return the masks of all runs that need repairs, by batch and policy.
 
-        ``again`` holds the masks of the runs that ended in this process; ``None`` if none ended here.
+        ``again`` holds the masks of the runs that ended in this process.
         """
         del phase
-        return again or {}
+        return again
 
 
 HERE = Route()
