@@ -94,12 +94,8 @@ class _Segmented:
     at: int = 0
     done: dict[int, list[RunRecord]] = field(default_factory=dict)
     _ready: dict[Key, BatchRun] = field(default_factory=dict)
-    _records: dict[Key, list[RunRecord]] = field(default_factory=dict)
+    _records: dict[Key, RunRecord] = field(default_factory=dict)
     _ended: set[Key] = field(default_factory=set)
-
-    @property
-    def _route(self) -> Route:
-        return self.share.route
 
     def prepare(self, number: int, batch: Batch, *, mine: bool) -> None:
         """Trace a batch under every policy, and check its inputs if it is run here."""
@@ -109,7 +105,7 @@ class _Segmented:
                 if mine:
                     self._ready[number, policy] = runner.prepare(batch, number)
                     self._keep_record((number, policy))
-                if not (mine and self._route.ends):
+                if not (mine and self.share.route.ends):
                     runner.skip(batch, number)
                     runner.end_batch()
 
@@ -118,26 +114,24 @@ class _Segmented:
         if not self._ready:
             return
         first = next(iter(self._ready.values())).executor.program
-        segments = self._cut(first)
+        memory, stages = self.runners[0].config.memory, self.share.route.stages()
+        limit = None if memory is None else self.share.route.limit(memory)
+        segments = cut_program(first, limit, len(self.runners))
+        if len(segments) < stages:
+            segments = cut_evenly(first, stages)
         with self._parking(segments) as parking:
-            table = _SegmentTable(segments, first, self._route)
-            meters = [self._call(key, ready.meter) for key, ready in self._ready.items()]
+            table = _SegmentTable(segments, first, self.share.route)
+            meters = [BatchCall(policy, ready, ready.meter) for (_, policy), ready in self._ready.items()]
             for call, outputs in self._through(table, parking, "1", meters):
                 self._judge(call, outputs)
-            again = self._route.agreed(self.phase, self._broken())
+            again = self.share.route.agreed(self.phase, self._broken())
             repairing = [
-                self._call(key, self.runners[key[1]].repairing(self._ready[key], masks))
-                for number, policies in again.items()
-                for key, masks in (((number, policy), masks) for policy, masks in policies.items())
+                BatchCall(policy, ready, self.runners[policy].repairing(ready, again[number][policy]))
+                for (number, policy), ready in self._ready.items()
+                if policy in again.get(number, {})
             ]
             for call, _ in self._through(table, parking, "2", repairing):
                 self._conclude(call)
-
-    def _cut(self, program: Program) -> tuple[Segment, ...]:
-        memory, stages = self.runners[0].config.memory, self._route.stages()
-        limit = None if memory is None else self._route.limit(memory)
-        segments = cut_program(program, limit, len(self.runners))
-        return cut_evenly(program, stages) if len(segments) < stages else segments
 
     @contextmanager
     def _parking(self, segments: Sequence[Segment]) -> Iterator[Parking]:
@@ -152,9 +146,6 @@ class _Segmented:
         enough = waiting <= room or len(segments) == 1
         with nullcontext() if enough else temporary_directory("ampaudit-segments-") as directory:
             yield Parking(config.device, on_host, directory)
-
-    def _call(self, key: Key, observer: Meter | RepairingMeter) -> BatchCall:
-        return BatchCall(key[1], self._ready[key], observer)
 
     def _through(
         self, table: _SegmentTable, parking: Parking, run: str, calls: Iterable[BatchCall]
@@ -175,16 +166,16 @@ class _Segmented:
         self, table: _SegmentTable, segment: int, passage: Passage
     ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
-        passed = self._route.passed(passage.name) if self._route.keeps else 0
+        passed = self.share.route.passed(passage.name) if self.share.route.keeps else 0
         ends = segment == table.count - 1
         if passed > segment and not (ends and passed == table.count):
             return  # done by an earlier process
         if passed and passed >= segment and passage.fresh:
-            passage.unpack(self._route.load(passage.name), passage.name)
+            passage.unpack(self.share.route.load(passage.name), passage.name)
         with reporting_model_failures(self.model, passage.calls[0].ready.batch):
             outputs = passage.advance([table.end(call.ready.executor, segment) for call in passage.calls])
-        if self._route.keeps and passed <= segment:
-            self._route.save(passage.name, segment + 1, table.count, passage.pack)
+        if self.share.route.keeps and passed <= segment:
+            self.share.route.save(passage.name, segment + 1, table.count, passage.pack)
         if outputs is None:
             passage.pause()
         self.runners[passage.calls[0].policy].record.add_seconds("run", time.perf_counter() - started)
@@ -195,7 +186,7 @@ class _Segmented:
         """Group the calls of a batch that can share one reference."""
         groups: dict[str, list[BatchCall]] = {}
         for call in calls:
-            alone = self._route.keeps or call.draws
+            alone = self.share.route.keeps or call.draws
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
         return groups.items()
@@ -213,7 +204,7 @@ class _Segmented:
         self._ended.add(call.key)
         number, keys = call.ready.number, [(call.ready.number, p) for p in range(len(self.runners))]
         if self._ended.issuperset(keys):
-            self.done[number] = [_joined(self._records.pop(key)) for key in keys]
+            self.done[number] = [self._records.pop(key) for key in keys]
             self.share.record(self.phase, number, self.done[number])
 
     def _broken(self) -> RepairMasks:
@@ -224,7 +215,11 @@ class _Segmented:
         return broken
 
     def _keep_record(self, key: Key) -> None:
-        self._records.setdefault(key, []).append(self.runners[key[1]].end_batch())
+        record = self.runners[key[1]].end_batch()
+        if key in self._records:
+            self._records[key].join(record)
+        else:
+            self._records[key] = record
 
 
 class _SegmentTable:
@@ -262,13 +257,6 @@ class _SegmentTable:
         finally:
             for executor in executors.values():
                 executor.weights.let_go()
-
-
-def _joined(records: Sequence[RunRecord]) -> RunRecord:
-    first, *others = records
-    for other in others:
-        first.join(other)
-    return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,25 +397,19 @@ def moved_to(state: GraphState, device: torch.device) -> None:
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor, _moved(tensor, device, storages)
+            if _is_view_of_bytes(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in storages:
+                    storages[storage._cdata] = storage, _bytes_of(storage).to(device).untyped_storage()
+                moved = _View.of(tensor, 0).on(storages[storage._cdata][1])
+            else:
+                moved = tensor.to(device)
+            copies[id(tensor)] = tensor, moved
         return copies[id(tensor)][1]
 
     for table in (state.values, state.buffers):
         for node, pair in table.items():
             table[node] = pytree.tree_map_only(torch.Tensor, change, pair)
-
-
-def _moved(
-    tensor: torch.Tensor,
-    device: torch.device,
-    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]],
-) -> torch.Tensor:
-    if not _is_view_of_bytes(tensor):
-        return tensor.to(device)
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        storages[storage._cdata] = storage, _bytes_of(storage).to(device).untyped_storage()
-    return _View.of(tensor, 0).on(storages[storage._cdata][1])
 
 
 def _is_view_of_bytes(tensor: torch.Tensor) -> bool:
@@ -532,8 +514,6 @@ def _unpacked(value: Any, storages: Sequence[torch.UntypedStorage], tensors: dic
         return tensors[id(value)]
     if isinstance(value, dict):
         return {key: _unpacked(item, storages, tensors) for key, item in value.items()}
-    return (
-        type(value)(_unpacked(item, storages, tensors) for item in value)
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return type(value)(_unpacked(item, storages, tensors) for item in value)
+    return value
