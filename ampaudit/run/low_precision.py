@@ -44,6 +44,7 @@ from ampaudit.trace.values import (
     converted_numbers,
     gives_way,
     promoted,
+    tensors_in,
 )
 
 __all__ = ["call_in_low_precision", "differs_from_one_rounding", "multiplies"]
@@ -154,11 +155,11 @@ class _InnerOps(TorchDispatchMode):
             self._within = outer
 
     def _leaf(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        low = [t for t in _tensors((args, kwargs)) if t.dtype in LOW_PRECISION_DTYPES]
+        low = [t for t in tensors_in((args, kwargs)) if t.dtype in LOW_PRECISION_DTYPES]
         moves = is_view(op) or selects(op) or base_name(op) in having("memory")
         if not low or moves or _runs_natively(op) or not self._run:
             result = op(*args, **kwargs)
-            self.roundings += not moves and any(t.dtype in LOW_PRECISION_DTYPES for t in _tensors(result))
+            self.roundings += not moves and any(t.dtype in LOW_PRECISION_DTYPES for t in tensors_in(result))
             return result
         return _rounded_once(op, args, kwargs)
 
@@ -184,7 +185,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         if original.shape != wide[id(original)].shape:
             original.resize_(wide[id(original)].shape)
         original.copy_(wide[id(original)])
-    originals = {id(wide[id(t)]): t for t in _tensors((args, kwargs)) if id(t) in wide}
+    originals = {id(wide[id(t)]): t for t in tensors_in((args, kwargs)) if id(t) in wide}
     dtype = _result_dtype(op, args, kwargs)
 
     def narrow(value: Any) -> Any:
@@ -200,7 +201,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Turn numbers into tensors where the op takes tensors, since kernels pass them as numbers."""
     wants = _tensor_arguments(op)
-    low = next((t.dtype for t in _tensors(args) if t.dtype in LOW_PRECISION_DTYPES), None)
+    low = next((t.dtype for t in tensors_in(args) if t.dtype in LOW_PRECISION_DTYPES), None)
     return tuple(
         torch.tensor(value, dtype=low if isinstance(value, float) else None)
         if position in wants and isinstance(value, int | float)
@@ -218,11 +219,7 @@ def _tensor_arguments(op: OpOverload) -> frozenset[int]:
 def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the explicit dtype, or the result of type promotion."""
     dtype = named_arguments(op, args, kwargs).get("dtype")
-    return dtype if isinstance(dtype, torch.dtype) else promoted(_tensors((args, kwargs)))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return dtype if isinstance(dtype, torch.dtype) else promoted(tensors_in((args, kwargs)))
 
 
 @cache

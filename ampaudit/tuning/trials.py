@@ -45,7 +45,7 @@ from ampaudit.run.share import BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.graph import Role, Slot, TracedModel, results_of
 from ampaudit.trace.opnames import base_name, composite_kernel, example_size, is_foreign
-from ampaudit.trace.values import CASTABLE_DTYPES, WIDE, torch_dtype
+from ampaudit.trace.values import CASTABLE_DTYPES, WIDE, tensors_in, torch_dtype
 from ampaudit.tuning.config import CostKind, TuneConfig
 from ampaudit.tuning.search import Accuracy, Choice, Prices, TuningProblem
 
@@ -448,7 +448,7 @@ def _calls(traced: TracedModel) -> dict[SiteId, tuple[OpCost, OpCost]]:
     calls = {}
     for site in traced.sites:
         node = nodes[site.node]
-        if site.role not in (Role.COMPUTE, Role.SELECT) or not _tensors(low[site.node]):
+        if site.role not in (Role.COMPUTE, Role.SELECT) or not tensors_in(low[site.node]):
             calls[site.id] = (_traffic(0), _traffic(0))
             continue
         costs = [_call(node, values) for values in (low, wide)]
@@ -498,10 +498,6 @@ def _sized(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty([_known(size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [item for item in pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
-
-
 def _known(symbol: Any) -> int:
     """Return the number that a symbol stands for in this trace, and 1 if it depends on the data."""
     number = example_size(symbol)
@@ -512,7 +508,7 @@ def _castable(traced: TracedModel) -> dict[str, int]:
     """Count the elements that a cast of each node's value converts."""
     counts_by_node = {}
     for node in traced.graph.nodes:
-        items = _tensors(_on_meta(node.meta.get("val")))
+        items = tensors_in(_on_meta(node.meta.get("val")))
         counts = [item.numel() for item in items if item.dtype in CASTABLE_DTYPES]
         if counts:
             counts_by_node[node.name] = sum(counts)
