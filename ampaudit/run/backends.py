@@ -76,9 +76,10 @@ class Backend:
         """
         exact = step.site.original_args if step.site is not None else {}
         if not exact:
-            return step.wide_args, step.wide_kwargs
-        args = tuple(exact.get(position, value) for position, value in enumerate(step.wide_args))
-        return args, {name: exact.get(name, value) for name, value in step.wide_kwargs.items()}
+            return step.float32_arguments
+        args, kwargs = step.float32_arguments
+        args = tuple(exact.get(position, value) for position, value in enumerate(args))
+        return args, {name: exact.get(name, value) for name, value in kwargs.items()}
 
     def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
@@ -111,7 +112,7 @@ class Emulated(Backend):
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with float32 for 16-bit dtypes, and numbers as a 16-bit kernel reads them."""
-        return step.low_args, step.low_kwargs
+        return step.emulated_arguments
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the rounded tensor in a float32 carrier."""

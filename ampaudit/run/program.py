@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 # larger groups keep more values of the reference alive and gain little
 GROUP_SIZE = 8
 
@@ -86,10 +88,8 @@ class Step:
         site: The site of the node; ``None`` for tuple access and shape arithmetic.
         args: Arguments on the run's device, with nodes in the places of values.
         kwargs: The same for keyword arguments.
-        wide_args: ``args`` with every 16-bit dtype constant replaced by float32.
-        wide_kwargs: The same for keyword arguments.
-        low_args: ``wide_args`` with the numbers that a kernel for 16-bit tensors reads.
-        low_kwargs: The same for keyword arguments.
+        float32_arguments: ``args`` and ``kwargs`` with every 16-bit dtype constant replaced by float32.
+        emulated_arguments: The same with the numbers that a kernel for 16-bit tensors reads.
         computing: The 16-bit dtype to which operands are converted, if any.
         gives_way: Positions and names of the 0-dimensional tensors that are converted to ``computing``.
         dtypes: Dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors.
@@ -107,10 +107,8 @@ class Step:
     site: Site | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    wide_args: tuple[Any, ...]
-    wide_kwargs: dict[str, Any]
-    low_args: tuple[Any, ...]
-    low_kwargs: dict[str, Any]
+    float32_arguments: CallArguments
+    emulated_arguments: CallArguments
     computing: torch.dtype | None
     gives_way: frozenset[int | str]
     dtypes: tuple[torch.dtype | None, ...]
@@ -368,8 +366,8 @@ def _compile_step(
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
     is_view = site is not None and site.role is Role.VIEW
     random = overload is not None and _draws(overload, args, kwargs) and not is_view
-    wide_args, wide_kwargs = widened(args), widened(kwargs)
-    computing, converted, low_args, low_kwargs = _low_operands(node, overload, wide_args, wide_kwargs)
+    wide: CallArguments = widened((args, kwargs))
+    computing, converted, emulated = _low_operands(node, overload, wide)
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -378,10 +376,8 @@ def _compile_step(
         site=site,
         args=args,
         kwargs=kwargs,
-        wide_args=wide_args,
-        wide_kwargs=wide_kwargs,
-        low_args=low_args,
-        low_kwargs=low_kwargs,
+        float32_arguments=wide,
+        emulated_arguments=emulated,
         computing=computing,
         gives_way=converted,
         dtypes=dtypes,
@@ -429,17 +425,17 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 
 
 def _low_operands(
-    node: fx.Node, op: OpOverload | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.dtype | None, frozenset[int | str], tuple[Any, ...], dict[str, Any]]:
+    node: fx.Node, op: OpOverload | None, wide: CallArguments
+) -> tuple[torch.dtype | None, frozenset[int | str], CallArguments]:
     """Return the 16-bit dtype to which an op converts operands, their positions, and its arguments."""
     fake = fake_arguments(node)
     computing = computing_dtype(op, *fake) if op is not None else None
     if op is None or computing is None:
-        return None, frozenset(), args, kwargs
+        return None, frozenset(), wide
     operands: list[tuple[int | str, Any]] = [*enumerate(fake[0]), *fake[1].items()]
     tensors = frozenset(key for key, value in operands if gives_way(value, computing))
-    low = converted_numbers(op, args, kwargs, computing)
-    return computing if tensors or low != (args, kwargs) else None, tensors, *low
+    low = converted_numbers(op, *wide, computing)
+    return computing if tensors or low != wide else None, tensors, low
 
 
 class _Zeroed:

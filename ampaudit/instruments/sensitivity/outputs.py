@@ -258,7 +258,7 @@ class _MixedBackend(Emulated):
         if not self.rounds(step):
             return self._exact.call(step, args, kwargs)
         if exposed := self._reads[step.node]:
-            template = pytree.tree_leaves((step.wide_args, step.wide_kwargs))
+            template = pytree.tree_leaves(step.float32_arguments)
             values, structure = pytree.tree_flatten((args, kwargs))
             leaves = [
                 self.represent(value, self._dtype)
