@@ -1,4 +1,4 @@
-"""Finds the ops at which errors of outputs enter, and the inputs that make the value at a site large.
+"""Finds the ops at which errors of outputs enter.
 
 An ``Attribution`` runs parts of the model in 16 bits and the rest in FP32. A site's local error says little
 about an output: every op of a healthy model rounds. What matters is how much of the output's error remains
@@ -11,10 +11,6 @@ for the part whose removal reduces the error most.
 Where a decision differs between the runs (``decisions``), it is pinned to FP32's choice. If that repairs the
 output, the culprit is the op that flips the decision; where several ops would flip it, the first of them,
 since later ones round the same values again.
-
-A ``Search`` runs gradient ascent, by signs, on the largest magnitude from several starts, and then tries the
-corner of the domain that the gradient points at. Token ids are selected by the gradient of their embedding:
-for each position, the row of the table that increases the value most, to first order.
 """
 
 from __future__ import annotations
@@ -319,12 +315,8 @@ class PartialLockStep(LockStep):
 
     def __init__(self, whole: LockStep, rounding: Collection[fx.Node]) -> None:
         inner = whole.backend if isinstance(whole.backend, Emulated) else Emulated()
-        self._partial = _PartialBackend(inner, rounding)
         self._rounding = rounding
-        super().__init__(whole.program, whole.placed, self._partial, whole.device)
-
-    def _rounds(self, step: Step) -> bool:
-        return self._partial.rounds(step)
+        super().__init__(whole.program, whole.placed, _PartialBackend(inner, rounding), whole.device)
 
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
         return self._maybe_exact(node, super()._input(node, tensor, place))

@@ -81,6 +81,10 @@ class Backend:
         args = tuple(exact.get(position, value) for position, value in enumerate(args))
         return args, {name: exact.get(name, value) for name, value in kwargs.items()}
 
+    def rounds(self, step: Step) -> bool:
+        """Return whether the step may differ from the reference on equal inputs."""
+        return step.rounds
+
     def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
@@ -148,10 +152,17 @@ class Emulated(Backend):
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
         if step.gives_way:
-            args, kwargs = _converted_operands(step, args, kwargs)
+            # round the 0-dimensional tensors that type promotion converts to 16 bits
+            low, dtype = step.gives_way, step.computing
+            args = tuple(rounded(value, dtype) if at in low else value for at, value in enumerate(args))
+            kwargs = {name: rounded(v, dtype) if name in low else v for name, v in kwargs.items()}
         result = step.target(*args, **kwargs)
         if step.mutates:
-            _round_written(step, args, kwargs)
+            nodes = step.written(step.node.args, dict(step.node.kwargs))
+            for node, tensor in zip(nodes, step.written(args, kwargs), strict=True):
+                dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
+                if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
+                    _round_blocks(tensor, tensor, dtype)
         if step.in_place:
             return result
         if not step.low_precision or not step.makes_values:
@@ -228,15 +239,6 @@ def _round_result(tensor: torch.Tensor, dtype: torch.dtype | None, args: Iterabl
     return _round_blocks(tensor, tensor, dtype)
 
 
-def _round_written(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Round the tensors that an op wrote to."""
-    nodes = step.written(step.node.args, dict(step.node.kwargs))
-    for node, tensor in zip(nodes, step.written(args, kwargs), strict=True):
-        dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
-        if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
-            _round_blocks(tensor, tensor, dtype)
-
-
 def _shares_memory(address: int, values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -257,20 +259,6 @@ def _round_blocks(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) 
         part = source[start : start + BLOCK]
         target[start : start + BLOCK].copy_(scratch[: part.numel()].copy_(part))
     return into
-
-
-def _converted_operands(
-    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Round the 0-dimensional tensors that type promotion converts to 16 bits."""
-
-    def converted(key: int | str, value: Any) -> Any:
-        return rounded(value, step.computing) if key in step.gives_way else value
-
-    return (
-        tuple(converted(position, value) for position, value in enumerate(args)),
-        {name: converted(name, value) for name, value in kwargs.items()},
-    )
 
 
 def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -66,26 +66,35 @@ class Fp32Check:
         Raises:
             ReferenceBroken: The FP32 model returns NaN or infinity, and the reference does not.
         """
-        traced = program.traced
+        traced, code = program.traced, self._record.code
         try:
             fp32 = self._eager.outputs(model, batch, number)
         except Exception as error:
-            self._note_failure(error, traced)
-            self._record.code.place = self._record.code.place or self._place(model, traced, batch, number)
+            cause = (
+                error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
+            )
+            code.failure = code.failure or f"{type(cause).__name__}: {first_line(cause)}"
+            code.reads = code.reads or traced.reads
+            code.place = code.place or self._place(model, traced, batch, number)
             return None
-        self._record.code.batches += 1
+        code.batches += 1
         by_name = dict(zip(traced.outputs, pairs, strict=True))
         differences = _differences(by_name, fp32)
         if all(difference.agrees for difference in differences):
             return None
-        self._refuse_broken(by_name, fp32, batch.title(number))
+        broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
+        if any(name in by_name and not is_broken(by_name[name][0]) for name in broken):
+            title = batch.title(number)
+            raise ReferenceBroken(
+                f"the FP32 model itself gives NaN or infinity in {title}: {broken[0]}, run eagerly"
+            )
         place = self._place(model, traced, batch, number)
         if place is None:
             # the code is the same: ties may fall either way in FP32 as well, and random numbers may differ
             ties = all(d.agrees or (d.integers and d.problem is None) for d in differences)
             if ties or any(step.random for step in program.steps):
                 return None
-        self._record.code.note(differences, place, traced.reads)
+        code.note(differences, place, traced.reads)
         apart = {difference.name for difference in differences if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in by_name and name not in apart}
 
@@ -138,13 +147,6 @@ class Fp32Check:
             raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in {where}: {broken}")
         return dict(outputs)
 
-    def _note_failure(self, error: Exception, traced: TracedModel) -> None:
-        cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
-        self._record.code.failure = (
-            self._record.code.failure or f"{type(cause).__name__}: {first_line(cause)}"
-        )
-        self._record.code.reads = self._record.code.reads or traced.reads
-
     def _place(
         self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
     ) -> CodeDifference | None:
@@ -175,13 +177,6 @@ class Fp32Check:
                 fp32 = functionalized(fp32) if config.functional else fp32
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
-
-    def _refuse_broken(self, pairs: Mapping[str, Pair], fp32: Mapping[str, Any], title: str) -> None:
-        broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
-        if any(name in pairs and not is_broken(pairs[name][0]) for name in broken):
-            raise ReferenceBroken(
-                f"the FP32 model itself gives NaN or infinity in {title}: {broken[0]}, run eagerly"
-            )
 
 
 def _differences(pairs: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:

@@ -264,7 +264,7 @@ class LockStep:
     ) -> Pair:
         computed_once = self._reference_only or (
             not self._converted_only
-            and not self._rounds(step)
+            and not self.backend.rounds(step)
             and not (step.site is not None and step.site.original_args)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
@@ -284,10 +284,6 @@ class LockStep:
                     call, result = call_on_path(step, call, reference, self._reference, self.backend)
             value = self._unaliased(step, call, result)
         return reference, observer.observe(step, reference, value, call)
-
-    def _rounds(self, step: Step) -> bool:
-        """Return whether the converted run may differ from the reference on equal inputs."""
-        return step.rounds
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Copy casts that are later written to, since a cast to float32 returns its own input."""
@@ -447,7 +443,11 @@ def call_on_path(
         if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
             return call, result
         sizes = shape_of(result)
-    call = StepCall(_with_fp32_choices(call.inputs), step, float32, backend, computed_once=False)
+    inputs = {
+        node: (pair[0], pair[0]) if isinstance(pair[1], torch.Tensor) and not inexact(pair[1]) else pair
+        for node, pair in call.inputs.items()
+    }
+    call = StepCall(inputs, step, float32, backend, computed_once=False)
     call.resized = sizes
     result = backend.call(step, call.args, call.kwargs)
     if _shapes(reference) != _shapes(result):
@@ -463,14 +463,6 @@ def shape_of(result: Any) -> str:
     """Return the sizes of an op's (first) result, such as ``3x16``."""
     shape = next((leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)), ())
     return "x".join(map(str, shape)) or "one value"
-
-
-def _with_fp32_choices(inputs: dict[fx.Node, Pair]) -> dict[fx.Node, Pair]:
-    """Replace booleans and integers in the 16-bit run's inputs by FP32's."""
-    return {
-        node: (pair[0], pair[0]) if isinstance(pair[1], torch.Tensor) and not inexact(pair[1]) else pair
-        for node, pair in inputs.items()
-    }
 
 
 def _represented(backend: Backend, step: Step, reference: Any) -> Any:

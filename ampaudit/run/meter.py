@@ -4,8 +4,8 @@ Calling every op a third time in full would cost a third forward pass, so a larg
 of its input, whose results are the same as in the full call. Ops without such a cut are called in full if
 their output is small, and have no local error otherwise.
 
-Examples are topk, sort, argmax, comparisons, rounding, bucketize and casts to integers. While a model runs,
-differing choices are only counted; ``DecisionDetail`` measures the margins of one op.
+Decisions are ops such as topk, sort, argmax, comparisons, rounding, bucketize and casts to integers. While a
+model runs, differing choices are only counted; ``DecisionDetail`` measures the margins of one op.
 """
 
 from __future__ import annotations
@@ -151,17 +151,14 @@ class Meter(Observer):
             return False
         second = second.to(first.dtype)
         if step.site.role is Role.WEIGHT_CAST:
-            fields = self._measure_weight(first, second)
+            fields = measure_cpu(first, first)
+            if not fields[0] < self._near:  # the rounding error of weights within range is not computed
+                fields = measure_cpu(first, second, self._near)
         else:
             sampled = step.low_precision and step.site.role is Role.COMPUTE
             fields = measure_cpu(first, second, self._near, ERROR_EVERY if sampled else 1)
         self._rows.append((step.site.id, fields, second.numel()))
         return fields[2] + fields[3] + fields[4] > 0
-
-    def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """Measure a weight; the rounding error of weights within range is not computed."""
-        fields = measure_cpu(master, master)
-        return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
     def choices(self) -> Iterator[tuple[SiteId, int, int]]:
         """Yield for each decision the number of choices, and of those that differ between the runs."""
@@ -289,7 +286,9 @@ def _clean_arguments(
         reference, value = call.inputs[node]
         if not isinstance(value, torch.Tensor):
             return reference
-        if _is_stored(node) or reference is value:
+        is_cast = node.target is torch.ops.aten.to.dtype
+        source = node.all_input_nodes[0] if is_cast else node
+        if source.op == "placeholder" or reference is value:  # it is the rounded reference already
             return value if index is None else value[index]
         reference = reference if index is None else reference[index]
         return backend.represent(reference, getattr(node.meta.get("val"), "dtype", None))
@@ -300,12 +299,6 @@ def _clean_arguments(
         for i, arg in enumerate(args)
     )
     return cleaned, fx.node.map_arg(kwargs, clean)
-
-
-def _is_stored(node: fx.Node) -> bool:
-    """Return whether a node is a placeholder or its cast, whose value is already the rounded reference."""
-    is_cast = node.target is torch.ops.aten.to.dtype
-    return node.op == "placeholder" or (is_cast and node.all_input_nodes[0].op == "placeholder")
 
 
 def _rows(shape: tuple[int, ...]) -> Index:
@@ -426,7 +419,8 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     if not isinstance(step.target, OpOverload):
         return None
     centred = NORMS.get(base_name(step.target))
-    if centred is None or not _takes_low_precision(step):
+    dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in step.node.all_input_nodes[:1]]
+    if centred is None or not any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes)):
         return None
     if not ref_args or not isinstance(ref_args[0], torch.Tensor):
         return None
@@ -439,11 +433,6 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
         if max(high - low, high, -low).item() ** 2 < limit:
             return None
     return centred(x, arguments).abs().amax().square()
-
-
-def _takes_low_precision(step: Step) -> bool:
-    dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in step.node.all_input_nodes[:1]]
-    return any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes))
 
 
 def _plain(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:

@@ -107,14 +107,21 @@ class FaultPropagation:
     @property
     def need_repair(self) -> bool:
         """Whether anything besides harmless masks is wrong."""
-        return any(not self._harmless(step) for step in self._wrong_steps())
+        return any(step.node not in self._masked for step in self._wrong_steps())
 
     def origins(self, sites: Set[SiteId], batch: int, known: Set[SiteId]) -> Iterator[Origin]:
         """Describe the origins of a batch, in graph order, except for those that are known.
 
         Each has the sites that it poisons, and whether an output shows it.
         """
-        again = self._broken_again(sites)
+        # with intact inputs, these break, but not once the origins are repaired: there, a hidden fault
+        # resurfaces, such as in the logarithm of x / inf, which is -inf
+        again = {
+            step.node
+            for step in self._wrong_steps()
+            if step.site and step.site.id not in sites and step.node not in self._masked
+            if self._wrong.isdisjoint(self._program.sources(step.node))
+        }
         return (self._origin(site, batch, again) for site in self._at if site in sites - known)
 
     def _origin(self, site: SiteId, batch: int, again: Set[fx.Node]) -> Origin:
@@ -170,18 +177,6 @@ class FaultPropagation:
     def _wrong_steps(self) -> list[Step]:
         return [s for s in self._program.steps if s.site and s.site.id in self._rows]
 
-    def _broken_again(self, origins: Set[SiteId]) -> set[fx.Node]:
-        """Return nodes that break with intact inputs, but not once the origins are repaired.
-
-        There, a hidden fault resurfaces: x / inf is 0, and its logarithm is -inf.
-        """
-        return {
-            step.node
-            for step in self._wrong_steps()
-            if step.site and step.site.id not in origins and not self._harmless(step)
-            if self._wrong.isdisjoint(self._program.sources(step.node))
-        }
-
     def _only_negative(self, node: fx.Node) -> bool:
         step = self._steps.get(node)
         row = self._rows.get(step.site.id) if step and step.site else None
@@ -231,10 +226,6 @@ class FaultPropagation:
         if step is None or step.site is None:
             return node.op == "placeholder" and self._placeholder_peak(node) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
-
-    def _harmless(self, step: Step) -> bool:
-        """Return whether a site is a mask, or only broken by one."""
-        return step.node in self._masked
 
     def _values_from_masks(self) -> set[Value]:
         """Return the wrong values that are masks, or only broken by masks."""

@@ -610,7 +610,16 @@ class RunRecord:
         Records are joined in the order of their batches, so that the result, including the rounding of its
         sums, does not depend on which machine ran which batch.
         """
-        self._join_sites(later)
+        for site, observation in later.observations.items():
+            self.observation(site).join(observation)
+        for site, choices in later.decisions.items():
+            self.decisions.setdefault(site, DecisionStats()).add(choices.elements, choices.differing)
+        self.add_origins(later.origins)
+        self.masks |= later.masks
+        self.by_design |= later.by_design
+        self.gaps |= later.gaps
+        for stack, numbers in later.chosen.items():
+            self.chosen.setdefault(stack, set()).update(numbers)
         self.batches += later.batches
         self.traces += later.traces
         self.names |= later.names
@@ -636,18 +645,6 @@ class RunRecord:
         for graph, peaks in later.given.items():
             mine = self.given.setdefault(graph, {})
             mine.update({name: max(mine.get(name, 0.0), peak) for name, peak in peaks.items()})
-
-    def _join_sites(self, later: RunRecord) -> None:
-        for site, observation in later.observations.items():
-            self.observation(site).join(observation)
-        for site, choices in later.decisions.items():
-            self.decisions.setdefault(site, DecisionStats()).add(choices.elements, choices.differing)
-        self.add_origins(later.origins)
-        self.masks |= later.masks
-        self.by_design |= later.by_design
-        self.gaps |= later.gaps
-        for stack, numbers in later.chosen.items():
-            self.chosen.setdefault(stack, set()).update(numbers)
 
     def add_origins(self, later: Iterable[Origin]) -> None:
         """Add the origins of later batches: the first of each site, or the first that harms."""

@@ -247,15 +247,11 @@ class _MixedBackend(Emulated):
             if names.of[node] not in wide
         }
 
-    def rounds(self, step: Step) -> bool:
-        """Return whether the op is in 16 bits."""
-        return step.node in self._reads
-
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return super().arguments(step) if self.rounds(step) else self._exact.arguments(step)
+        return super().arguments(step) if step.node in self._reads else self._exact.arguments(step)
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.rounds(step):
+        if step.node not in self._reads:
             return self._exact.call(step, args, kwargs)
         if exposed := self._reads[step.node]:
             template = pytree.tree_leaves(step.float32_arguments)
