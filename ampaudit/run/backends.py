@@ -89,7 +89,6 @@ class Backend:
         self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
         """Represent a fresh result of ``operands``, which may be overwritten."""
-        del operands
         return self.represent(tensor, dtype)
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,6 @@ class Recorder:
 
         A call that breaks is run twice, the second time with repairs.
         """
-        del program
         return observer
 
     def finish(

@@ -37,7 +37,6 @@ def measure_fused(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 @cache
 def _scratch(device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the parts of all programs and their counter, for the kernels of one stream."""
-    del stream
     parts = torch.empty(_FIELDS * _PROGRAMS, dtype=torch.float64, device=device)
     return parts, torch.zeros((), dtype=torch.int32, device=device)
 

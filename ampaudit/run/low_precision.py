@@ -108,7 +108,6 @@ class _RoundedTransforms(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """One inner op."""
-        del types
         if base_name(func) not in TRANSFORMS:
             return func(*args, **(kwargs or {}))
         values, dims, normalization, *rest = args
@@ -134,7 +133,6 @@ class _InnerOps(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """One inner op."""
-        del types
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -436,7 +436,6 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
 
 
 def _plain(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    del arguments
     return x
 
 
@@ -458,7 +457,6 @@ def _over_axes(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
 
 
 def _over_batch(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    del arguments
     return x - x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)
 
 

@@ -54,7 +54,6 @@ class Route:
 
     def passed(self, call: str) -> int:
         """Return the number of segments that a call has already passed, here or elsewhere."""
-        del call
         return 0
 
     def load(self, call: str) -> bytes:
@@ -69,7 +68,6 @@ class Route:
 
         ``again`` holds the masks of the runs that ended in this process.
         """
-        del phase
         return again
 
 
@@ -138,7 +136,6 @@ class Share:
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this machine runs a batch in a phase."""
-        del phase, number
         return True
 
     def progress_of(self, phase: str) -> str:
@@ -155,7 +152,6 @@ class Share:
 
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
         """Return the record of a batch under each policy, if it has been run before."""
-        del phase, number
         return None
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
@@ -168,7 +164,6 @@ class Share:
             AuditError: A batch could not be audited (the first one is reported), or a machine is lost.
             PartDone: Another machine continues.
         """
-        del phase, progress
         return join_parts([part])
 
     def gathered(self, numbers: BatchNumbers) -> BatchNumbers:

@@ -131,7 +131,6 @@ class SensitivityProbe(Recorder):
             InputError: No output has a gradient.
             RunFailed: An op has no gradient.
         """
-        del unrepaired
         assert self._tape is not None, "a run is recorded before its probes"
         tape, self._tape = self._tape, None
         names = self._names_of(executor)

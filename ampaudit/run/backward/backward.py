@@ -209,7 +209,6 @@ class _FirstFault(Observer):
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Observe one result."""
-        del call
         if step.site is not None:
             before = self._sites.get(step.node.all_input_nodes[0]) if step.node.all_input_nodes else None
             # ops that autograd inserts have no line: use that of the op before
@@ -240,17 +239,14 @@ class GradientObserver:
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
         """Observe one op's share of the gradient of ``of``; ``fault`` is the op inside a custom backward."""
-        del step, of, fault
         return pair[1]
 
     def observe_sum(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
         """Observe the sum of all shares of a node's gradient before its hooks run."""
-        del node
         return pair[1]
 
     def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
         """Observe the gradient of a node's value after its hooks have run."""
-        del node, dtype
         return pair[1]
 
 

@@ -232,7 +232,6 @@ class MeasuringObserver(GradientObserver):
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
         """Record the source of a gradient that is a sum, which may cancel to rounding errors."""
-        del fault
         name = self._names.of(of) if is_mark(step.target) or _adds(step.node, of) else None
         source = self._names.of(marked_values(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:

@@ -163,7 +163,6 @@ def convolution(values: Mapping[str, Any], names: frozenset[str], gradient: torc
 
 def relu(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors:
     """Return the gradient where x > 0, and 0 elsewhere."""
-    del names
     return {"self": aten.threshold_backward(gradient, values["self"], 0)}
 
 
