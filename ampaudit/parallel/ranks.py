@@ -229,7 +229,6 @@ class RankShare(CommandShare):
         thread.join(_SIGNAL_SECONDS)  # the store may not answer
 
     def _tell(self, answer: _Answer) -> None:
-        """Send an answer to all ranks."""
         self._answers += 1
         self._board.put(f"answer/{self._answers}", _ANSWER.dump_json(answer, exclude_defaults=True))
 

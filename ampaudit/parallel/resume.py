@@ -138,11 +138,9 @@ class _StateDirectory(Route):
             raise InputError(f"{describe_path(path)} is not a number of bytes", hint=_OTHER) from None
 
     def passed(self, call: str) -> int:
-        """Return the number of segments that a call has already passed."""
         return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
 
     def load(self, call: str) -> bytes:
-        """Return the saved state of a call."""
         path = self._directory / f"{call}.{self.passed(call)}.state"
         return read_bounded(path, _STATE_BYTES, InputError)
 
@@ -154,7 +152,6 @@ class _StateDirectory(Route):
             path.unlink(missing_ok=True)
 
     def forget(self, phase: str, number: int) -> None:
-        """Remove the states of a batch."""
         for path in self._directory.glob(f"{phase}-*-{number}-*.*.state"):
             path.unlink(missing_ok=True)
 

@@ -155,7 +155,6 @@ def _run_in_order(
     phase: str,
     share: Share,
 ) -> list[RunRecord]:
-    """Run one batch after the other."""
     local_records: dict[int, list[RunRecord]] = {}
     failure: Failure | None = None
     for number, batch in enumerate(batches):
@@ -487,7 +486,6 @@ def carried_inputs(fp32: Batch, low: Batch, call: str, record: StepObservation |
 
 
 def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObservation | None) -> Any:
-    """Return the 16-bit run's value of one input."""
     if first is second:
         return first
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
@@ -543,7 +541,6 @@ class OpWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the op and record its result."""
         result = func(*args, **(kwargs or {}))
         finite = all(bool(t.isfinite().all()) for t in tensors_in(result) if inexact(t))
         self.ops.append((str(func).removesuffix(".default"), finite, None if finite else calling_line()))

@@ -117,12 +117,9 @@ def environment_of(device: torch.device) -> TargetEnvironment:
 @contextlib.contextmanager
 def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
     """Set up the context of a run, and restore the random state afterwards."""
-    with torch.random.fork_rng(**generators_of(device)), tf32(allowed=False), _memory_errors(device):
-        if batch is None:
-            yield
-        else:
-            with naming_indices(batch):
-                yield
+    naming = contextlib.nullcontext() if batch is None else naming_indices(batch)
+    with torch.random.fork_rng(**generators_of(device)), tf32(allowed=False), _memory_errors(device), naming:
+        yield
 
 
 @contextlib.contextmanager

@@ -253,7 +253,6 @@ class _LowPrecisionWatch(TorchDispatchMode):
     low_precision = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the op."""
         result = func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves(result)
         self.low_precision |= any(getattr(leaf, "dtype", None) in LOW_PRECISION_DTYPES for leaf in leaves)

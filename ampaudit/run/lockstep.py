@@ -222,6 +222,8 @@ class LockStep:
         """Compute the reference's results of a group of steps."""
         if self._converted_only:
             return [None] * len(group)
+        is_first = shared is not None and shared.programs[0] is self.program
+        leads, follows = (shared, None) if is_first else (None, shared)
         results: dict[fx.Node, Any] = {}
         for step in group:
             sides: dict[fx.Node, Pair] = {}
@@ -232,26 +234,17 @@ class LockStep:
                     sides[node] = values[node]
                 else:
                     sides[node] = (self._reference_weight(node), None)
-            args, kwargs = self._reference.arguments(step)
-            results[step.node] = self._reference_call(
-                step, resolved(args, sides, 0), resolved(kwargs, sides, 0), shared
-            )
-        return [results[step.node] for step in group]
-
-    def _reference_call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedReference | None
-    ) -> Any:
-        if shared is None:
-            with noting_source_line(step):
-                return self._reference.call(step, args, kwargs)
-        leads = shared.programs[0] is self.program
-        result = MISSING if leads else shared.take(step, self.program, args, kwargs)
-        if result is MISSING:
-            with noting_source_line(step):
-                result = self._reference.call(step, args, kwargs)
-        if leads:
-            shared.offer(step, self.program, args, kwargs, result)
-        return result
+            args, kwargs = resolved(self._reference.arguments(step), sides, 0)
+            result = MISSING
+            if follows is not None:
+                result = follows.take(step, self.program, args, kwargs)
+            if result is MISSING:
+                with noting_source_line(step):
+                    result = self._reference.call(step, args, kwargs)
+            if leads is not None:
+                leads.offer(step, self.program, args, kwargs, result)
+            results[step.node] = result
+        return list(results.values())
 
     def _run_step(
         self,

@@ -107,7 +107,6 @@ class _RoundedTransforms(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One inner op."""
         if base_name(func) not in TRANSFORMS:
             return func(*args, **(kwargs or {}))
         values, dims, normalization, *rest = args
@@ -132,7 +131,6 @@ class _InnerOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One inner op."""
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +182,9 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
             original.resize_(wide[id(original)].shape)
         original.copy_(wide[id(original)])
     originals = {id(wide[id(t)]): t for t in tensors_in((args, kwargs)) if id(t) in wide}
-    dtype = _result_dtype(op, args, kwargs)
+    dtype = named_arguments(op, args, kwargs).get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        dtype = promoted(tensors_in((args, kwargs)))
 
     def narrow(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -212,12 +212,6 @@ def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _tensor_arguments(op: OpOverload) -> frozenset[int]:
     kinds = enumerate(str(argument.type) for argument in op._schema.arguments)
     return frozenset(position for position, kind in kinds if kind in ("Tensor", "Optional[Tensor]"))
-
-
-def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the explicit dtype, or the result of type promotion."""
-    dtype = named_arguments(op, args, kwargs).get("dtype")
-    return dtype if isinstance(dtype, torch.dtype) else promoted(tensors_in((args, kwargs)))
 
 
 @cache

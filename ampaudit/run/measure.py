@@ -279,7 +279,6 @@ class SampleStatistics:
 
     sampled: int = 0
     zeros: int = 0
-    ref_zeros: int = 0
     flushed: int = 0
     subnormal: int = 0
     min_nonzero: float | None = None
@@ -289,7 +288,7 @@ class SampleStatistics:
 
     def add(self, other: SampleStatistics) -> None:
         """Merge another batch's samples into these."""
-        for name in ("sampled", "zeros", "ref_zeros", "flushed", "subnormal"):
+        for name in ("sampled", "zeros", "flushed", "subnormal"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_relative = max(self.max_relative, other.max_relative)
         self.max_error = max(self.max_error, other.max_error)
@@ -346,7 +345,6 @@ class Samples:
         counts = torch.stack(
             [
                 (~nonzero).sum(1),
-                (~ref_nonzero).sum(1),
                 (~nonzero & ref_nonzero).sum(1),
                 (nonzero & (value < self.min_normal)).sum(1),
             ]
@@ -361,12 +359,11 @@ class Samples:
             histogram.tolist(),
             strict=True,
         )
-        for site, (zeros, ref_zeros, flushed, subnormal), least, worst, widest, bins in fetched:
+        for site, (zeros, flushed, subnormal), least, worst, widest, bins in fetched:
             exponents = {index + EXPONENT_LOW: count for index, count in enumerate(bins) if count}
             statistics = SampleStatistics(
                 sampled=reference.shape[1],
                 zeros=zeros,
-                ref_zeros=ref_zeros,
                 flushed=flushed,
                 subnormal=subnormal,
                 min_nonzero=None if least == torch.inf else least,

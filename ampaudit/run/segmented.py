@@ -237,7 +237,6 @@ class _SegmentTable:
                 self._first.setdefault(places[node], index)
 
     def end(self, executor: LockStep, segment: int) -> int:
-        """Return the group at which a segment ends."""
         program = executor.program
         if id(program) not in self._ends:
             self._ends[id(program)] = aligned_ends(program, self._segments, self._first)
@@ -506,7 +505,6 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
 
 
 def _unpacked(value: Any, storages: Sequence[torch.UntypedStorage], tensors: dict[int, torch.Tensor]) -> Any:
-    """Replace the views in a value by tensors."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == _VIEW:
         if id(value) not in tensors:
             view = _View(*value[1])

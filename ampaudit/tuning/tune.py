@@ -301,7 +301,6 @@ class _Tuning:
         return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
 
     def _policy_text(self, choice: Choice, problem: TuningProblem) -> str:
-        """Return the rule file of a choice."""
         values, ops = problem.graph.values, problem.ops(choice)
         stored = [name for name, value in values.items() if value.kind is ValueKind.WEIGHT]
         reasons = {v.name: v.site.decision.reason for v in values.values() if v.site is not None}

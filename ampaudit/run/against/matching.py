@@ -353,19 +353,16 @@ class _Content:
 
     def find(self, tensor: torch.Tensor) -> MatchedWeight | None:
         """Return the weight with the same elements, in the same order or transposed."""
-        samples = samples_of(tensor)
-        for node, transposed in self._candidates(tensor):
+        samples, nodes = samples_of(tensor), self._by_size[tensor.numel()]
+        candidates = [(node, False) for node in nodes]
+        candidates += [(node, True) for node in nodes if self._graph.weights[node].ndim == 2]
+        for node, transposed in candidates:
             if agreement(self._sampled(node, transposed), samples) < 0.01:
                 other = self._graph.weights[node]
                 other = other.t() if transposed else other
                 if _rounded_alike(other.reshape(tensor.shape), tensor):
                     return MatchedWeight(node, transposed)
         return None
-
-    def _candidates(self, tensor: torch.Tensor) -> Iterator[tuple[fx.Node, bool]]:
-        nodes = self._by_size[tensor.numel()]
-        yield from ((node, False) for node in nodes)
-        yield from ((node, True) for node in nodes if self._graph.weights[node].ndim == 2)
 
     def _sampled(self, node: fx.Node, transposed: bool) -> torch.Tensor:
         if (node, transposed) not in self._samples:

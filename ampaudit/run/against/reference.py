@@ -104,12 +104,15 @@ def compare_executors(
     outputs = [pair[0] for pair in reference.run(reference_inputs, Observer())]
     output_places = _output_places(reference, audited)
     by_name = {name: outputs[place] for name, place in output_places.items()}
-    second = _recorded(_in_float32(audited), audited_inputs, seed)
+    exact = LockStep(audited.program, audited.placed, Float32Backend(), audited.device, reference_only=True)
+    second = _recorded(exact, audited_inputs, seed)
     plain = ComparedGraph(reference, Values(reference, reference_inputs))
     weights = match_weights(plain, second)
     first = _recorded(_with_rounded_weights(reference, second, weights), reference_inputs, seed)
-    dtype = _low_precision_dtype(audited)
-    tolerance = _ROUNDED_CONSTANTS.get(dtype, _EXACT) if dtype is not None else _EXACT
+    dtypes = {place.dtype for place in audited.program.traced.placeholders}
+    dtypes |= {site.dtype for site in audited.program.traced.sites}
+    dtype = next((dtype for dtype in LOW_PRECISION_DTYPES if dtype in dtypes), torch.float32)
+    tolerance = _ROUNDED_CONSTANTS.get(dtype, _EXACT)
     pairs = {node: first.inputs[place] for node, place in zip(second.inputs, places, strict=True)}
     matching = Matching(first, second, pairs, weights, tolerance)
     counterpart = {name: reference.program.outputs[place] for name, place in output_places.items()}
@@ -122,7 +125,7 @@ def compare_executors(
         tuple((op.site, other.site) for op, other in matching.partner.items()),
         tuple(op.site for op in matching.only_reference),
         tuple(op.site for op in matching.only_audited),
-        tuple(model_differences(matching, weights, dtype or torch.float32, wrong)),
+        tuple(model_differences(matching, weights, dtype, wrong)),
         by_name,
     )
 
@@ -132,10 +135,6 @@ def _recorded(executor: LockStep, inputs: list[torch.Tensor], seed: int) -> Comp
     torch.manual_seed(seed)
     executor.run(inputs, values)
     return ComparedGraph(executor, values)
-
-
-def _in_float32(executor: LockStep) -> LockStep:
-    return LockStep(executor.program, executor.placed, Float32Backend(), executor.device, reference_only=True)
 
 
 def _with_rounded_weights(
@@ -164,13 +163,6 @@ def _output_places(reference: LockStep, audited: LockStep) -> dict[str, int]:
             hint="compare models with the same outputs",
         )
     return {name: place for place, name in enumerate(here)}
-
-
-def _low_precision_dtype(executor: LockStep) -> torch.dtype | None:
-    """Return the 16-bit dtype of a graph, if any."""
-    dtypes = {place.dtype for place in executor.program.traced.placeholders}
-    dtypes |= {site.dtype for site in executor.program.traced.sites}
-    return next((dtype for dtype in LOW_PRECISION_DTYPES if dtype in dtypes), None)
 
 
 def model_differences(

@@ -208,7 +208,6 @@ class _FirstFault(Observer):
         self._sites: dict[fx.Node, Site] = {}
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Observe one result."""
         if step.site is not None:
             before = self._sites.get(step.node.all_input_nodes[0]) if step.node.all_input_nodes else None
             # ops that autograd inserts have no line: use that of the op before

@@ -117,21 +117,17 @@ class GradientAudit(Recorder):
             known = {(origin.site, origin.value) for origin in self.record.origins}
             self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
             meter = repaired
-        self._refuse_broken_reference(meter, title)
+        if broken := meter.broken_reference:
+            raise ReferenceBroken(
+                f"the FP32 gradient itself is NaN or infinite in {title}: of {broken[0]}"
+                + (f" and {len(broken) - 1} more parameters" if len(broken) > 1 else "")
+            )
         meter.into(self.record)
         for site in meter.unpaired:
             note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
             if note not in self.record.notes:
                 self.record.notes.append(note)
         self._note_untraced(customs, names, tape)
-
-    def _refuse_broken_reference(self, meter: GradientMeter, title: str) -> None:
-        broken = meter.broken_reference
-        if broken:
-            raise ReferenceBroken(
-                f"the FP32 gradient itself is NaN or infinite in {title}: of {broken[0]}"
-                + (f" and {len(broken) - 1} more parameters" if len(broken) > 1 else "")
-            )
 
     def _note_parameters(self, program: Program) -> None:
         places = [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]
@@ -169,22 +165,22 @@ def gradient_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None,
 
 
 class GradientNames:
-    """Maps nodes to the names of their gradients in the record: a site or a parameter."""
+    """Maps nodes to the names of their gradients in the record: a site or a parameter.
+
+    Attributes:
+        sites: Sites by name of their node.
+    """
 
     def __init__(self, sites: dict[str, Site], placeholders: Sequence[Placeholder]) -> None:
-        self._sites = sites
+        self.sites = sites
         self._parameters = {place.node: place.name for place in placeholders}
 
     def of(self, node: fx.Node) -> tuple[str, bool] | None:
         """Return the name, and whether it is a parameter's; ``None`` for ops that do not compute values."""
         if node.name in self._parameters:
             return self._parameters[node.name], True
-        site = self._sites.get(node.name)
+        site = self.sites.get(node.name)
         return None if site is None or site.role in _TRANSPARENT_ROLES else (site.id, False)
-
-    def site(self, node: fx.Node) -> Site | None:
-        """Return the node's site, if it is one."""
-        return self._sites.get(node.name)
 
     def parameters_behind(self, nodes: Sequence[fx.Node]) -> set[str]:
         """Return the parameters on which values depend."""
@@ -198,7 +194,7 @@ class GradientNames:
 
     def op_site(self, node: fx.Node) -> SiteId:
         """Return the site of an op or of a custom function's output, or else of its source."""
-        site = self._sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
+        site = self.sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
         return self.source_site(node) if site is None else site.id
 
     def source_site(self, node: fx.Node) -> SiteId:
@@ -208,13 +204,13 @@ class GradientNames:
             return SiteId(name)
         while node.name not in self._parameters:
             node = node.all_input_nodes[0]
-        users = (self._sites.get(user.name) for user in node.users)
+        users = (self.sites.get(user.name) for user in node.users)
         return next((site.id for site in users if site is not None), SiteId(name))
 
     def name_or_source(self, node: fx.Node) -> tuple[str, bool]:
         """Return the name of a node or, for ops that do not compute values, of their source."""
         while (name := self.of(node)) is None:
-            site, sources = self._sites.get(node.name), node.all_input_nodes
+            site, sources = self.sites.get(node.name), node.all_input_nodes
             if not sources:
                 return (site.id if site else node.name), False
             node = sources[0]
@@ -242,7 +238,7 @@ class MeasuringObserver(GradientObserver):
         """Measure the gradient."""
         name = self._names.of(node)
         if name is not None:
-            site = self._names.site(node)
+            site = self._names.sites.get(node.name)
             keep = site is not None and site.role is Role.WEIGHT_CAST
             self.meter.add(
                 name[0], *pair, parameter=name[1], low_precision=dtype in LOW_PRECISION_DTYPES, keep=keep
@@ -502,21 +498,16 @@ class GradientMeter:
         for row, fields, counts in self._fetched:
             table: dict[Any, GradientStats] = record.parameters if row.parameter else record.sites
             stats = table.setdefault(row.name, GradientStats(row.low_precision))
-            self._merge(stats, fields, counts, row.elements)
+            stats.values.merge(fields, row.elements)
+            *bins, flushed = counts
+            stats.flushed += flushed
+            stats.nonzero += sum(bins[: _BINS - 1])
+            stats.exponents += Counter(
+                {place - EXPONENT_OFFSET - (self._exponent or 0): n for place, n in enumerate(bins[:-1]) if n}
+            )
+            if math.isfinite(fields["ref_peak"]):
+                stats.peak = max(stats.peak, fields["ref_peak"] / self._scale)
             infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
             stats.values.pos_inf += infinite
             stats.values.nan += nan
             stats.cancelled |= (row.name, row.parameter) in self._cancelled
-
-    def _merge(
-        self, stats: GradientStats, fields: dict[str, float], counts: list[int], elements: int
-    ) -> None:
-        stats.values.merge(fields, elements)
-        *bins, flushed = counts
-        stats.flushed += flushed
-        stats.nonzero += sum(bins[: _BINS - 1])
-        stats.exponents += Counter(
-            {place - EXPONENT_OFFSET - (self._exponent or 0): n for place, n in enumerate(bins[:-1]) if n}
-        )
-        if math.isfinite(fields["ref_peak"]):
-            stats.peak = max(stats.peak, fields["ref_peak"] / self._scale)
