@@ -98,7 +98,7 @@ class Attribution:
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
-    carried: CarriedState | None = None
+    carried: CarriedState
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _runs_left: int = MAX_RUNS
 

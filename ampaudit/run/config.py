@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,10 +20,12 @@ from ampaudit.run.record import RunRecord
 from ampaudit.trace.converted import Release
 from ampaudit.trace.op_calls import Edit
 
-__all__ = ["Against", "KeepOutputs", "NextInputs", "Recorder", "RunConfig", "Steps"]
+__all__ = ["KeepOutputs", "NextInputs", "Recorder", "RunConfig", "Steps"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 NextInputs = Callable[[Any, Any], Any]
+# runs a reference model on the batch of a number, and compares it with the audited model and its inputs
+Against = Callable[[LockStep, list[torch.Tensor], int], ModelComparison]
 
 
 class Recorder:
@@ -56,13 +58,6 @@ class Recorder:
         """Move what was recorded since the last call into the record of a batch."""
 
 
-class Against(Protocol):
-    """A reference model that runs beside the audited one."""
-
-    def compare(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
-        """Run the reference on the batch of that number, and compare the audited model with it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The number of steps of each batch, the function that makes the next inputs, and its description."""
@@ -90,7 +85,8 @@ class RunConfig:
         keep_outputs: Function that receives the outputs of each batch, in both passes.
         release: Function that frees the memory of a weight until its next use.
         recorders: Functions that make the recorders of the run.
-        functional: Whether writes in place are replaced, so that each value has one gradient.
+        functional: Whether the graph is made functional: writes in place become new values, so that each
+            value has one gradient.
         loss_scale: Scale of the loss, which is the last output; ``None`` without a backward pass.
         min_sqnr: Accuracy of an output in dB below which to search for the op at which its error enters;
             ``None`` to skip the search.

@@ -291,11 +291,6 @@ class LockStep:
         """Return the values that the last run left in buffers, by name."""
         return {self._places[node.name].name: pair for node, pair in self.buffers.items()}
 
-    def is_float_input(self, node: fx.Node) -> bool:
-        """Return whether a placeholder takes a floating-point tensor of the batch."""
-        dtype = self._places[node.name].dtype
-        return self._places[node.name].slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
-
     def placeholder_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
         """Return the largest finite FP32 magnitude of a placeholder; 0 for integers."""
         tensor = self.weights.all.get(node.name)

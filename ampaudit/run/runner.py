@@ -105,7 +105,7 @@ class Runner:
         if ops:  # for each batch, so that the result is the same whichever batches this machine runs
             reasons = self._eager.check_twins(ops, model, batch, number)
             self.record.twins |= {op: self.record.twins.get(op) or why for op, why in reasons.items()}
-        carried, local = None, not self.config.fp32_only
+        carried, local = CarriedState(tensors), not self.config.fp32_only
         if low_batch is not None:
             carried = CarriedState(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
             pairs = zip(tensors, carried.inputs, strict=True)
@@ -145,20 +145,21 @@ class Runner:
 
     def analyze(self, call: BatchRun, outputs: list[Pair]) -> FaultPropagation:
         """Read the measurements of a run without repairs, compare its outputs, and trace its faults."""
-        executor, tensors = call.executor, call.tensors
+        executor, tensors, traced = call.executor, call.tensors, call.executor.program.traced
         call.measured = list(call.meter.results())
         if self.config.rules is not None and self.config.rules.measured:
             programs = enumerate(self.executors.programs)
             graph = next(graph for graph, program in programs if program is executor.program)
             peaks = self.record.given.setdefault(graph, {})
-            for node in executor.program.inputs:
-                if executor.is_float_input(node):
+            for node, place in zip(executor.program.inputs, traced.placeholders, strict=True):
+                floats = place.dtype is not None and place.dtype.is_floating_point
+                if place.slot is Slot.INPUT and floats:
                     peak = executor.placeholder_peak(node, tensors)
                     peaks[node.name] = max(peaks.get(node.name, 0.0), peak)
         fp32 = self._fp32_outputs(call, outputs)
         if fp32 is None:
             self._refuse_broken_reference(call, outputs)
-        pairs = dict(zip(executor.program.traced.outputs, outputs, strict=True))
+        pairs = dict(zip(traced.outputs, outputs, strict=True))
         if self.config.keep_outputs is not None:
             self.config.keep_outputs(call.number, pairs)
         if not self.config.fp32_only:
@@ -201,8 +202,8 @@ class Runner:
         if self.config.edits and fp32 is not None:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, call.number))
-        buffers = {} if call.carried is None else call.carried.buffers
-        fp32_state = CarriedState(call.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        buffers = {name: (pair[0], pair[0]) for name, pair in call.carried.buffers.items()}
+        fp32_state = CarriedState(call.tensors, buffers)
         attribution = Attribution(call.executor, call.tensors, call.seed, fp32_state)
         merge_outputs(self.record.outputs, comparisons)
         for name in merge_outputs(self._outputs, comparisons):
@@ -240,12 +241,12 @@ class Runner:
         program = call.executor.program
         if self.config.against is not None:
             with self.record.timing("comparison"):
-                comparison = self.config.against.compare(call.executor, call.tensors, call.number)
+                comparison = self.config.against(call.executor, call.tensors, call.number)
                 worst = self.record.comparison
                 if worst is None or (comparison.wrong and not worst.wrong):
                     self.record.comparison = comparison
             return dict(comparison.outputs)
-        if call.carried is not None and call.carried.buffers:
+        if call.carried.buffers:
             return None  # the eager model does not have the buffers of earlier steps
         if program.traced.reads or self.config.edits:
             if self.config.fp32_only:
@@ -419,7 +420,7 @@ class BatchRun:
         number: Number of the call.
         seed: Seed of its random numbers.
         model: The user's model in the state before the batch.
-        carried: State that earlier steps left, if any.
+        carried: Inputs of the 16-bit run, and buffers, as earlier steps left them.
         measured: Measurements of the last run.
         faults: Faults of the run without repairs, once it is analyzed.
         origins: Sites that broke by their own fault.
@@ -432,7 +433,7 @@ class BatchRun:
     number: int
     seed: int
     model: nn.Module
-    carried: CarriedState | None = None
+    carried: CarriedState
     measured: list[MeasuredValue] = field(default_factory=list)
     faults: FaultPropagation | None = None
     origins: tuple[SiteId, ...] = ()

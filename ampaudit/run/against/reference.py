@@ -69,7 +69,7 @@ class ReferenceModel:
         self._places = places
         self._seed = config.seed
 
-    def compare(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
+    def __call__(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
         """Run the reference on a batch, and compare the audited model with it.
 
         Raises:
