@@ -154,11 +154,7 @@ def read_parts(paths: Sequence[Path]) -> list[PartFile]:
                 f"{file.name} is of another audit than {first.name}: it has {what}",
                 hint="merge parts that were written with the same files and options",
             )
-    _check_complete(files, whole.count, whole.identity.batches)
-    return files
-
-
-def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None:
+    count, batches = whole.count, whole.identity.batches
     counts = Counter(file.part.index for file in files)
     twice = [file.name for file in files if counts[file.part.index] > 1]
     if twice:
@@ -176,6 +172,7 @@ def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None
                 f"{file.name} does not hold the batches of part {part.index + 1}/{count}",
                 hint="write the part again",
             )
+    return files
 
 
 class MergedParts(CommandShare):

@@ -193,7 +193,12 @@ class _Tuning:
         budget = None if target is None else noise_of(target)
         for _ in range(ROUNDS):
             with self._timing("search"):
-                choice = self._searched(budget)
+                on_progress = self._trials.session.on_progress
+                self._search = TuningSearch(self._problem, self._trials.accuracy, budget, on_progress)
+                choice, self._needed = self._search.cheapest(), {}
+                if choice is not None and self._config.exhaustive:  # measure the accuracy without each op
+                    choice, self._needed = self._search.minimize(choice)
+                self._tried += self._search.tried
             with self._timing("audits"):
                 every = frozenset(self._problem.free)
                 final = self._final(every if choice is None else choice, self._problem)
@@ -212,16 +217,6 @@ class _Tuning:
         if not final.accuracy.reached:
             final = self._audited_along(final) or final
         return self._with_rescale(self._report(final))
-
-    def _searched(self, budget: float | None) -> Choice | None:
-        """Search for a choice; with ``exhaustive``, also measure the accuracy without each op."""
-        on_progress = self._trials.session.on_progress
-        self._search = TuningSearch(self._problem, self._trials.accuracy, budget, on_progress)
-        choice, self._needed = self._search.cheapest(), {}
-        if choice is not None and self._config.exhaustive:
-            choice, self._needed = self._search.minimize(choice)
-        self._tried += self._search.tried
-        return choice
 
     def _audited_along(self, short: Final) -> Final | None:
         """Return the cheapest point of the frontier whose audit passes, where that of the result did not."""
