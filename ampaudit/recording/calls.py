@@ -88,13 +88,6 @@ class Watcher:
         """Record a call before it is made, if its module is watched."""
         if depth == 0:
             self.called[type(module).__name__] += 1
-        if self.unknown:
-            self._find_modules(module, depth)
-        for recording in self.recordings.values():
-            if recording.module is module:
-                recording.take(args, kwargs)
-
-    def _find_modules(self, module: nn.Module, depth: int) -> None:
         for name, recording in list(self.unknown.items()):
             candidate: Any = module if name == type(module).__name__ else None
             if candidate is None and depth == 0:
@@ -102,6 +95,9 @@ class Watcher:
             if isinstance(candidate, nn.Module):
                 recording.module = candidate
                 del self.unknown[name]
+        for recording in self.recordings.values():
+            if recording.module is module:
+                recording.take(args, kwargs)
 
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,8 +87,8 @@ class StepCall:
         self.state: torch.Tensor | None = None  # random state before the call, if it draws random numbers
         self.resized: str | None = None  # sizes that the 16-bit run's own choices would have produced
         self._template = reference.arguments(step)
-        args, kwargs = (reference if computed_once else backend).arguments(step)
-        self.args, self.kwargs = resolved(args, inputs, 1), resolved(kwargs, inputs, 1)
+        arguments = (reference if computed_once else backend).arguments(step)
+        self.args, self.kwargs = resolved(arguments, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Return the position and both values of written arguments other than the result."""

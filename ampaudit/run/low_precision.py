@@ -82,27 +82,25 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an op on tensors of its true dtypes; each inner op is computed in float32 and rounded.
 
-    Complex numbers are complex64 here, whatever their dtype in the graph.
+    Complex numbers are complex64 here, whatever their dtype in the graph, and results of Fourier transforms
+    are in float32 or complex64.
     """
-    if is_fourier(op):
-        return _half_fourier(op, args, kwargs)
-    return _InnerOps().call(op, args, kwargs)
-
-
-def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Transform in float16; the result is in float32 or complex64.
-
-    cuFFT returns float16 before scaling: the zero frequency is the sum of all elements, which may overflow
-    before a scale of 1/n is applied.
-    """
-    wide = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_complex() else t.float(), (args, kwargs))
+    if not is_fourier(op):
+        return _InnerOps().call(op, args, kwargs)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t if t.is_complex() else t.float(), (args, kwargs)
+    )
     with _RoundedTransforms():
-        result = op(*wide[0], **wide[1])
+        result = op(*args, **kwargs)
     return rounded_components(result)
 
 
 class _RoundedTransforms(TorchDispatchMode):
-    """Rounds the result of every transform, before and after its scaling."""
+    """Rounds the result of every transform, before and after its scaling.
+
+    cuFFT returns float16 before scaling: the zero frequency is the sum of all elements, which may overflow
+    before a scale of 1/n is applied.
+    """
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

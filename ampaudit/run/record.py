@@ -162,7 +162,12 @@ class PathRecord:
             return
         self.paths.add(sha256("\n".join(site.id for site in traced.sites).encode()).hexdigest())
         runs = [_Reads(run.results()) for run in (values, repaired) if run is not None]
-        producers = dict(_producers(traced))
+        sites = traced.site_of_node
+        producers = {
+            mark_number(node): site.id
+            for node in traced.graph.nodes
+            if node.target is VALUE_READ and (site := sites.get(marked_values(node)[0].name)) is not None
+        }
         for read in traced.path:
             self._add_read(read, producers.get(read.number), runs, batch)
         self._add_sizes(values, traced, batch, repaired)
@@ -225,14 +230,6 @@ class _Reads:
         fp32, low = (value.bool() if read.name == "bool" else value for value in self.of(read))
         exact = read.kind is ReadKind.CHOICE or not inexact(fp32)
         return exact and not torch.equal(fp32, low)
-
-
-def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:
-    """Yield the number of each read with the site that computes its values."""
-    sites = traced.site_of_node
-    for node in traced.graph.nodes:
-        if node.target is VALUE_READ and (site := sites.get(marked_values(node)[0].name)) is not None:
-            yield mark_number(node), site.id
 
 
 def _as_text(read: ValueRead, value: torch.Tensor) -> str:

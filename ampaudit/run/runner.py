@@ -481,7 +481,11 @@ class ExecutorCache:
         if low_batch is not None:
             rules, batch = _for_carried_inputs(rules, low_batch)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
-        executor = self._executors.find(key, lambda known: self._may_reuse(known, carried, number))
+        tensors, seed = list(carried.inputs), self._config.seed + number
+        executor = self._executors.find(  # the graph of a path is valid for batches that take it
+            key,
+            lambda known: known.program.traced.path is None or takes_path(known, tensors, carried, seed),
+        )
         if executor is None:
             state = PythonState(self.model)
             executor = self._trace(batch, number, rules, carried)
@@ -490,11 +494,6 @@ class ExecutorCache:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
-
-    def _may_reuse(self, executor: LockStep, carried: CarriedState, number: int) -> bool:
-        """Return whether a batch may reuse the trace of an earlier one."""
-        on_path = executor.program.traced.path is not None
-        return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
 
     def _trace(self, batch: Batch, number: int, rules: RuleSet, carried: CarriedState) -> LockStep:
         started = time.perf_counter()

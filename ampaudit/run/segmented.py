@@ -123,7 +123,10 @@ class _Segmented:
             table = _SegmentTable(segments, first, self.share.route)
             meters = [BatchCall(policy, ready, ready.meter) for (_, policy), ready in self._ready.items()]
             for call, outputs in self._through(table, parking, "1", meters):
-                self._judge(call, outputs)
+                faults = self.runners[call.policy].analyze(call.ready, outputs)
+                self._keep_record(call.key)
+                if not faults.need_repair:
+                    self._conclude(call)
             again = self.share.route.agreed(self.phase, self._broken())
             repairing = [
                 BatchCall(policy, ready, self.runners[policy].repairing(ready, again[number][policy]))
@@ -190,12 +193,6 @@ class _Segmented:
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
         return groups.items()
-
-    def _judge(self, call: BatchCall, outputs: list[Pair]) -> None:
-        faults = self.runners[call.policy].analyze(call.ready, outputs)
-        self._keep_record(call.key)
-        if not faults.need_repair:
-            self._conclude(call)
 
     def _conclude(self, call: BatchCall) -> None:
         repairing = call.observer if isinstance(call.observer, RepairingMeter) else None

@@ -221,12 +221,8 @@ class DoubleBackward:
             if _has_gradient(value):  # each reader gets its own view, to separate the effects of rounding
                 self._reads[step.node, node] = value = value.view_as(value)
             inputs[node] = value, None
-        self._values[step.node] = self._called(step, inputs, entry)
-
-    def _called(self, step: Step, inputs: dict[fx.Node, Any], entry: TapeEntry) -> Any:
         passes = step.differentiable and str(step.target) not in DETACH_OPS
-        args, kwargs = self._backend.arguments(step)
-        args, kwargs = resolved(args, inputs, 0), resolved(kwargs, inputs, 0)
+        args, kwargs = resolved(self._backend.arguments(step), inputs, 0)
         if kwargs.get("sparse"):
             kwargs = kwargs | {"sparse": False}
         if entry.state is not None:
@@ -234,7 +230,7 @@ class DoubleBackward:
             restore_random_state(entry.state, next(devices, torch.device("cpu")))
         with torch.set_grad_enabled(passes):
             result = self._backend.differentiable(step, args, kwargs)
-        return result if passes else _leaf(result)
+        self._values[step.node] = result if passes else _leaf(result)
 
     def probe(self, names: ValueNames, dtype: torch.dtype, seed: Mapping[fx.Node, torch.Tensor]) -> Collected:
         """Return what each rounding adds to the error of the gradients, given random signs on them."""

@@ -388,11 +388,11 @@ class ErrorTape(Tape):
 
     def _error(self, step: Step, value: Any, call: StepCall) -> Any:
         inputs = {n: (widened_value(p[1]), None) for n, p in call.inputs.items()}
-        args, kwargs = self._exact.arguments(step)
+        args, kwargs = resolved(self._exact.arguments(step), inputs, 0)
         if call.state is not None:
             device = next((p[0].device for p in inputs.values() if isinstance(p[0], torch.Tensor)), None)
             restore_random_state(call.state, device or torch.device("cpu"))
-        exact = self._exact.call(step, resolved(args, inputs, 0), resolved(kwargs, inputs, 0))
+        exact = self._exact.call(step, args, kwargs)
         if isinstance(exact, torch.Tensor):
             return finite_difference(value, exact)
         return [
