@@ -24,15 +24,18 @@ _OTHER = "give another directory, or remove this one to start again"
 _NEW = "give a new or an empty directory"
 
 
-class ResumedShare(CommandShare):
+class ResumedShare(CommandShare, Route):
     """Saves each batch's records and each segment's states in a directory, and reuses saved ones.
 
-    The inner share says which batches this process runs; all by default.
+    The inner share says which batches this process runs; all by default. As a route, it consists of all
+    segments.
     """
+
+    keeps = True
 
     def __init__(self, directory: Path, inner: CommandShare | None) -> None:
         self.directory = directory
-        self.route = self._saved = _StateDirectory(directory)
+        self.route = self
         self._inner: Share = inner or ALONE
 
     def describe(self, location: str, identity: Identity) -> None:
@@ -98,7 +101,8 @@ class ResumedShare(CommandShare):
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
         """Save the records of a batch, and remove its states."""
         self._write(self._path(phase, number), (number,), records_to_json(records))
-        self._saved.forget(phase, number)
+        for state in self.directory.glob(f"{phase}-*-{number}-*.*.state"):
+            state.unlink(missing_ok=True)
         self._inner.record(phase, number, records)
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
@@ -117,18 +121,9 @@ class ResumedShare(CommandShare):
         part = AuditPart(KIND, SCHEMA, 0, 1, *self.about, batches)
         write_bytes(path, part_to_json(part) + b"\n" + records, force=True)
 
-
-class _StateDirectory(Route):
-    """Runs all segments in this process, and saves their states in a directory."""
-
-    keeps = True
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
     def limit(self, memory: int) -> int:
         """Return the memory limit of the first run, so that the program has the same segments."""
-        path, number = self._directory / "memory.json", TypeAdapter(int)
+        path, number = self.directory / "memory.json", TypeAdapter(int)
         if not path.exists():
             write_bytes(path, number.dump_json(memory), force=True)
             return memory
@@ -138,23 +133,21 @@ class _StateDirectory(Route):
             raise InputError(f"{describe_path(path)} is not a number of bytes", hint=_OTHER) from None
 
     def passed(self, call: str) -> int:
+        """Return the number of segments that a call has already passed."""
         return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
 
     def load(self, call: str) -> bytes:
-        path = self._directory / f"{call}.{self.passed(call)}.state"
+        """Return the saved state of a call."""
+        path = self.directory / f"{call}.{self.passed(call)}.state"
         return read_bounded(path, _STATE_BYTES, InputError)
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Save the state of a call after a segment, and remove the previous one."""
         earlier = list(self._states(call))
-        write_bytes(self._directory / f"{call}.{passed}.state", pack(), force=True)
+        write_bytes(self.directory / f"{call}.{passed}.state", pack(), force=True)
         for path in earlier:
             path.unlink(missing_ok=True)
 
-    def forget(self, phase: str, number: int) -> None:
-        for path in self._directory.glob(f"{phase}-*-{number}-*.*.state"):
-            path.unlink(missing_ok=True)
-
     def _states(self, call: str) -> list[Path]:
-        paths = self._directory.glob(f"{call}.*.state")
+        paths = self.directory.glob(f"{call}.*.state")
         return [path for path in paths if path.suffixes[-2][1:].isdecimal()]

@@ -538,9 +538,7 @@ class OpWatch(TorchDispatchMode):
         super().__init__()
         self.ops: list[OpOutcome] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         finite = all(bool(t.isfinite().all()) for t in tensors_in(result) if inexact(t))
         self.ops.append((str(func).removesuffix(".default"), finite, None if finite else calling_line()))

@@ -102,9 +102,7 @@ class _RoundedTransforms(TorchDispatchMode):
     before a scale of 1/n is applied.
     """
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if base_name(func) not in TRANSFORMS:
             return func(*args, **(kwargs or {}))
         values, dims, normalization, *rest = args
@@ -126,9 +124,7 @@ class _InnerOps(TorchDispatchMode):
         self._run = run
         self._within: tuple[OpOverload, ...] = ()
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

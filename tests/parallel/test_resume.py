@@ -13,7 +13,7 @@ import pytest
 
 from ampaudit.core.files import temporary_directory
 from ampaudit.parallel.identity import Identity
-from ampaudit.parallel.resume import ResumedShare, _StateDirectory
+from ampaudit.parallel.resume import ResumedShare
 from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
 from tests.support.program import Program
 
@@ -71,16 +71,16 @@ def test_a_scan_whose_boundaries_wait_on_disk_goes_on(folder: Path, monkeypatch:
     resumed = ("--memory", "60kB", "--resume", "kept")
     assert run(*deep, "-o", "one.json").exit_code == 0
     monkeypatch.setattr("ampaudit.run.segmented.nullcontext", lambda: temporary_directory("segments-"))
-    kept, save = [], _StateDirectory.save
+    kept, save = [], ResumedShare.save
 
-    def ending(self: _StateDirectory, *arguments: Any) -> None:
+    def ending(self: ResumedShare, *arguments: Any) -> None:
         save(self, *arguments)
         kept.append(arguments)
         if len(kept) == 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(_StateDirectory, "save", ending)
+        patched.setattr(ResumedShare, "save", ending)
         assert run(*deep, *resumed).exit_code != 0
     assert len(kept) == 5
     assert kept[0][2] > 1
