@@ -31,6 +31,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.device import guarded
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair, StepCall
+from ampaudit.run.measure import fetch
 from ampaudit.run.meter import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.outputs import OutputComparison, compare_outputs
 from ampaudit.run.program import Program, Step
@@ -355,8 +356,7 @@ class Probe(Observer):
 
     def flips(self) -> dict[str, int]:
         """Return the number of differing choices by node."""
-        counts = torch.stack(list(self._flips.values())).tolist() if self._flips else []
-        return dict(zip(self._flips, map(int, counts), strict=True))
+        return dict(zip(self._flips, map(int, fetch(self._flips.values())), strict=True))
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Count, pin or inspect decisions and sums."""

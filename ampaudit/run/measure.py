@@ -12,7 +12,7 @@ to 512 per site and batch are kept and reduced together, a block of sites at a t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ __all__ = [
     "Samples",
     "as_complex",
     "components",
+    "fetch",
     "flat_pair",
     "measure_any",
     "measure_cpu",
@@ -60,7 +61,7 @@ FIELDS = (
     "bad_ref_peak",  # largest |reference| among the elements that went wrong
     "ref_bad",  # elements of the reference itself that are not finite
 )
-_MERGE_MAX = (True, True, False, False, False, False, False, True, False)
+_MERGE_MAX = tuple(name in _MAXIMA for name in FIELDS)
 # 1 MiB of float32: block, its reference and the scratch block stay in a core's cache
 BLOCK = 1 << 18
 ERROR_EVERY = 8
@@ -182,6 +183,12 @@ def _sum_of_squares(value: torch.Tensor) -> float:
         return total
     wide = value.double()
     return torch.dot(wide, wide).item()
+
+
+def fetch(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return tensors of one shape as numbers, in one transfer from their device."""
+    rows = list(tensors)
+    return torch.stack(rows).tolist() if rows else []
 
 
 def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

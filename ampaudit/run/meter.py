@@ -33,6 +33,7 @@ from ampaudit.run.measure import (
     Samples,
     SampleStatistics,
     components,
+    fetch,
     flat_pair,
     measure_cpu,
     measure_on_device,
@@ -162,7 +163,7 @@ class Meter(Observer):
 
     def choices(self) -> Iterator[tuple[SiteId, int, int]]:
         """Yield for each decision the number of choices, and of those that differ between the runs."""
-        differing = torch.stack([row for _, row, _ in self._choices]).tolist() if self._choices else []
+        differing = fetch(row for _, row, _ in self._choices)
         for (site, _, elements), count in zip(self._choices, differing, strict=True):
             yield site, elements, int(count)
 
@@ -214,25 +215,21 @@ class Meter(Observer):
     def results(self) -> Iterator[MeasuredValue]:
         """Yield all measurements since the start, fetched from the device at once."""
         self.samples.flush()
-        waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
-        fetched = iter(torch.stack(waiting).tolist() if waiting else [])
+        waiting = iter(fetch(row for _, row, _ in self._rows if isinstance(row, torch.Tensor)))
         for index, (site, row, elements) in enumerate(self._rows):
-            numbers = next(fetched) if isinstance(row, torch.Tensor) else row
+            numbers = next(waiting) if isinstance(row, torch.Tensor) else row
             yield MeasuredValue(
                 site, dict(zip(FIELDS, numbers, strict=True)), elements, self._updated.get(index)
             )
 
     def inside_results(self) -> Iterator[tuple[SiteId, float]]:
         """Yield the largest square inside each norm with 16-bit input."""
-        if self._inside_rows:
-            peaks = torch.stack([peak for _, peak in self._inside_rows]).tolist()
-            yield from zip((site for site, _ in self._inside_rows), peaks, strict=True)
+        peaks = fetch(peak for _, peak in self._inside_rows)
+        yield from zip((site for site, _ in self._inside_rows), peaks, strict=True)
 
     def local_results(self) -> Iterator[tuple[SiteId, float, float, int]]:
         """Yield sums of squared local errors and references, and the number of elements."""
-        if not self._local_rows:
-            return
-        numbers = torch.stack([row for _, row, _ in self._local_rows]).tolist()
+        numbers = fetch(row for _, row, _ in self._local_rows)
         for (site, _, elements), (error, signal) in zip(self._local_rows, numbers, strict=True):
             if math.isfinite(error) and math.isfinite(signal):
                 yield site, error, signal, elements

@@ -20,6 +20,7 @@ from ampaudit.run.config import RunConfig
 from ampaudit.run.device import guarded, refuse_broken_inputs, refuse_larger_than_memory
 from ampaudit.run.fp32_check import EagerModel, Fp32Check, is_broken
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
+from ampaudit.run.measure import fetch
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
 from ampaudit.run.program import Program, Step, compile_program, widened_tensor
@@ -319,17 +320,15 @@ def weight_peaks(program: Program, release: Release | None = None) -> dict[str, 
     places = [p for p in program.traced.placeholders if p.slot is not Slot.INPUT]
     tensors = {p.name: program.traced.tensors[p.node].detach() for p in places}
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
-    if not floats:
-        return {}
     ends = []
     for tensor in floats.values():
         ends.append(torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float()))
         if release is not None:
             release(tensor)
-    fetched = torch.stack([torch.maximum(-low, high).double().cpu() for low, high in ends]).tolist()
+    peaks = fetch(torch.maximum(-low, high).double().cpu() for low, high in ends)
     return {
         name: peak if math.isfinite(peak) else float(floats[name].nan_to_num(0.0, 0.0, 0.0).abs().amax())
-        for name, peak in zip(floats, fetched, strict=True)
+        for name, peak in zip(floats, peaks, strict=True)
     }
 
 

@@ -96,17 +96,12 @@ class Trials:
         self.device = pick_device(config.device, audits=True)
         self.base = _base(source).for_environment(environment_of(self.device))
         self._share: Share = session.share
-        self._probe: SensitivityProbe | None = None  # of the last run
+        self._probe: SensitivityProbe  # of the last run
 
     @property
     def graph(self) -> PrecisionGraph:
         """The values of the programs of all batches."""
-        return self._last_probe.graph
-
-    @property
-    def _last_probe(self) -> SensitivityProbe:
-        assert self._probe is not None, "the outputs are probed first"
-        return self._probe
+        return self._probe.graph
 
     def probe(self) -> Audit:
         """Run with everything in 16 bits, and probe the outputs.
@@ -134,7 +129,7 @@ class Trials:
         """Run a choice on all batches; return the accuracy of the worst output in the worst batch."""
         self._share.tell("accuracy", *sorted(choice))
         config, outputs, results = self.config, dict[int, Any](), BatchNumbers()
-        for batch in self._last_probe.batches:
+        for batch in self._probe.batches:
             self._share.mine("trial", batch.number)
             pairs = batch.run(choice, self.dtype)
             accuracies = (output.accuracy_db for output in compare_outputs(pairs, batch.number).values())
@@ -157,7 +152,7 @@ class Trials:
     def keep_low(self, casts: Collection[str]) -> None:
         """Treat these casts in the model's code as casts to 16 bits, whatever their inputs."""
         self._share.tell("keep_low", *sorted(casts))
-        self._last_probe.keep_low(casts)
+        self._probe.keep_low(casts)
 
     def audit(self, text: str) -> tuple[Audited, tuple[float, float] | None]:
         """Audit a rule file; return the audit with the metric in FP32 and in 16 bits, if one is asked for."""

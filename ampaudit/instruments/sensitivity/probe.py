@@ -31,6 +31,7 @@ from ampaudit.run.backward.backward import (
 from ampaudit.run.backward.vjp import Tape, TapeEntry
 from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, StepCall, resolved
+from ampaudit.run.measure import fetch
 from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.flatten import is_mark
@@ -277,8 +278,7 @@ class ErrorCollector(GradientObserver):
         """Return everything as numbers, fetched from the device at once."""
         tables: tuple[dict[Any, torch.Tensor], ...] = (self.own, self.reads, self.backward)
         every = [energy for table in tables for energy in table.values()]
-        stacked = torch.stack([energy.to(every[0].device) for energy in every]) if every else None
-        numbers = iter([] if stacked is None else stacked.tolist())
+        numbers = iter(fetch(energy.to(every[0].device) for energy in every))
         return Collected(*({key: next(numbers) for key in table} for table in tables))
 
     def _own_error(self, node: fx.Node) -> torch.Tensor | None:

@@ -25,7 +25,15 @@ from ampaudit.run.backward.record import GradientOrigin, GradientRecord, Gradien
 from ampaudit.run.backward.vjp import Tape, needs_gradient
 from ampaudit.run.config import Recorder, RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
-from ampaudit.run.measure import BLOCK, FIELDS, flat_pair, measure_cpu, measure_on_device, wrong_elements
+from ampaudit.run.measure import (
+    BLOCK,
+    FIELDS,
+    fetch,
+    flat_pair,
+    measure_cpu,
+    measure_on_device,
+    wrong_elements,
+)
 from ampaudit.run.program import Program, Step
 from ampaudit.run.record import RunRecord
 from ampaudit.trace.flatten import FUNCTION_OUTPUTS, TENSOR_HOOK, is_mark, mark_number, marked_values
@@ -458,11 +466,10 @@ class GradientMeter:
 
     def finish(self) -> None:
         """Fetch everything from the device at once."""
-        waiting = [row.fields for row in self._rows if isinstance(row.fields, torch.Tensor)]
-        fetched = iter(torch.stack(waiting).tolist() if waiting else [])
-        counts = torch.stack([row.counts for row in self._rows]).tolist() if self._rows else []
+        waiting = iter(fetch(row.fields for row in self._rows if isinstance(row.fields, torch.Tensor)))
+        counts = fetch(row.counts for row in self._rows)
         for row, numbers in zip(self._rows, counts, strict=True):
-            fields = next(fetched) if isinstance(row.fields, torch.Tensor) else row.fields
+            fields = next(waiting) if isinstance(row.fields, torch.Tensor) else row.fields
             self._fetched.append((row, dict(zip(FIELDS, fields, strict=True)), numbers))
         self._rows.clear()
         self._known.clear()
