@@ -6,10 +6,10 @@ autograd differentiates. ``choose_backend`` selects one for a device.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -192,7 +192,13 @@ class Native(Backend):
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in its dtypes; random ops run in float32, so that both runs draw the same numbers."""
         if step.in_place and step.site is not None and step.site.decision.reason == TOO_LARGE:
-            args, kwargs = pytree.tree_map(partial(_overflowed, dtype=args[0].dtype), (args, kwargs))
+            limit = torch.finfo(args[0].dtype).max
+
+            def overflowed(value: Any) -> Any:  # torch refuses to fill with a number beyond the format
+                number = isinstance(value, int | float) and abs(value) > limit
+                return math.copysign(math.inf, value) if number else value
+
+            args, kwargs = pytree.tree_map(overflowed, (args, kwargs))
         if not step.random or not step.low_precision:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
@@ -203,12 +209,6 @@ class Native(Backend):
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in its dtypes, with autograd's own backward."""
         return self.call(step, args, kwargs)
-
-
-def _overflowed(value: Any, dtype: torch.dtype) -> Any:
-    """Replace a number that the dtype cannot hold by infinity, since torch refuses to fill with it."""
-    number = isinstance(value, int | float) and abs(value) > torch.finfo(dtype).max
-    return math.copysign(math.inf, value) if number else value
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:
@@ -379,11 +379,15 @@ class ContractBackend(Emulated):
 
 def _products(a: torch.Tensor, b: torch.Tensor, r: Rounding) -> torch.Tensor:
     """Compute ``a @ b`` with the inner axis in pieces of 16, rounding after each."""
-    total: torch.Tensor | None = None
-    for start in range(0, a.shape[-1], TERMS):
-        part = r(a[..., start : start + TERMS] @ b[..., start : start + TERMS, :])
-        total = part if total is None else r(total + part)
-    return total if total is not None else r(a @ b)
+    if not a.shape[-1]:
+        return r(a @ b)
+    pieces = zip(a.split(TERMS, -1), b.split(TERMS, -2), strict=True)
+    return _accumulated((first @ second for first, second in pieces), r)
+
+
+def _accumulated(parts: Iterable[torch.Tensor], r: Rounding) -> torch.Tensor:
+    """Add up parts one after the other, and round each part and each sum."""
+    return functools.reduce(lambda total, part: r(total + part), map(r, parts))
 
 
 def _linear(arguments: Arguments, r: Rounding) -> torch.Tensor:
@@ -398,18 +402,13 @@ def _matmul(arguments: Arguments, r: Rounding) -> torch.Tensor | None:
 
 def _conv2d(arguments: Arguments, r: Rounding) -> torch.Tensor | None:
     x, weight = arguments["input"], arguments["weight"]
-    if arguments.get("groups", 1) != 1 or x.ndim != 4:
+    if arguments.get("groups", 1) != 1 or x.ndim != 4 or not x.shape[1]:
         return None
     step = max(TERMS // (weight.shape[2] * weight.shape[3]), 1)
     options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
-    total: torch.Tensor | None = None
-    for start in range(0, x.shape[1], step):
-        channels = slice(start, start + step)
-        part = r(torch.conv2d(x[:, channels], weight[:, channels], None, **options))
-        total = part if total is None else r(total + part)
-    if total is None or arguments.get("bias") is None:
-        return total
-    return r(total + arguments["bias"][:, None, None])
+    pieces = zip(x.split(step, 1), weight.split(step, 1), strict=True)
+    total = _accumulated((torch.conv2d(*piece, None, **options) for piece in pieces), r)
+    return total if arguments.get("bias") is None else r(total + arguments["bias"][:, None, None])
 
 
 def _total(arguments: Arguments, r: Rounding) -> torch.Tensor:

@@ -366,6 +366,8 @@ def _compile_step(
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
     is_view = site is not None and site.role is Role.VIEW
     random = overload is not None and _draws(overload, args, kwargs) and not is_view
+    sources = pytree.tree_leaves([source.meta.get("val") for source in (node, *node.all_input_nodes)])
+    low = any(getattr(item, "dtype", None) in LOW_PRECISION_DTYPES for item in sources)
     wide: CallArguments = widened((args, kwargs))
     computing, converted, emulated = _low_operands(node, overload, wide)
     return Step(
@@ -384,7 +386,10 @@ def _compile_step(
         mutates=mutates,
         updates=_updates(node, overload, mutates) if overload else (),
         random=random,
-        rounds_inside=overload is not None and not random and _in_low_precision(node, overload),
+        rounds_inside=overload is not None
+        and not random
+        and low
+        and differs_from_one_rounding(overload, *fake_arguments(node)),
         frees=frees,
         decides=overload is not None and _decides(node, overload, outputs),
         choice=choice,
@@ -414,14 +419,6 @@ def _updates(
         if dtype is not None:
             updates.append((position, dtype))
     return tuple(sorted(updates, key=operator.itemgetter(0)))
-
-
-def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
-    """Return whether the emulated run must call the op on 16-bit tensors."""
-    values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
-    if not any(getattr(v, "dtype", None) in LOW_PRECISION_DTYPES for v in pytree.tree_leaves(list(values))):
-        return False
-    return differs_from_one_rounding(op, *fake_arguments(node))
 
 
 def _low_operands(

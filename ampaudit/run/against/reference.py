@@ -247,19 +247,16 @@ class _Search:
             if op in visited:
                 continue
             visited.add(op)
-            sources = (graph.ops.get(source) for source in op.sources)
-            before = [o for o in sources if o is not None and not self._matching.agrees(o)]
+            sources = [o for source in op.sources if (o := graph.ops.get(source)) is not None]
+            before = [o for o in sources if not self._matching.agrees(o)]
             pending += before
-            if not before and self._jumps(op):
-                roots.append(op)
+            if not before:
+                # a root adds most of its error itself, rather than inherit accumulated rounding
+                inherited = max(map(self._matching.error, sources), default=0.0)
+                if self._matching.error(op) > _JUMP * inherited:
+                    roots.append(op)
         varying = [op for op in roots if not graph.is_constant(op)]
         return sorted({self._suspect(op, visited) for op in varying or roots}, key=lambda op: op.place)
-
-    def _jumps(self, op: Op) -> bool:
-        """Return whether an op adds most of its error itself, rather than inherit accumulated rounding."""
-        sources = (self._audited.ops.get(source) for source in op.sources)
-        before = max((self._matching.error(o) for o in sources if o is not None), default=0.0)
-        return self._matching.error(op) > _JUMP * before
 
     def _suspect(self, op: Op, bad: set[Op]) -> Op:
         """Return the op to report: in a region without counterparts, the one with a different weight."""
