@@ -34,7 +34,7 @@ from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair, StepCa
 from ampaudit.run.measure import fetch
 from ampaudit.run.meter import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.outputs import OutputComparison, compare_outputs
-from ampaudit.run.program import Program, Step
+from ampaudit.run.program import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments
@@ -425,11 +425,19 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     """
     program = executor.program
     steps = {step.node: step for step in program.steps}
-    weights = {place.node: place.name for place in program.traced.placeholders}
+    places = {place.node: place for place in program.traced.placeholders}
+    weights = {name: place.name for name, place in places.items()}
     weights |= {site.node: site.weight for site in program.traced.sites if site.weight is not None}
-    inputs = {place.node for place in program.traced.placeholders if place.slot is Slot.INPUT}
+    inputs = {name for name, place in places.items() if place.slot is Slot.INPUT}
+    rounding = [
+        node
+        for node in program.inputs
+        if places[node.name].dtype in LOW_PRECISION_DTYPES
+        and (node.name in inputs or node.name in executor.converted.copies)
+    ]
+    rounding += [step.node for step in program.steps if step.rounds and step.makes_values]
     nodes: dict[fx.Node, list[fx.Node]] = {}
-    for node in _rounding_nodes(program, executor):
+    for node in rounding:
         step = steps.get(node)
         role = step.site.role if step is not None and step.site is not None else None
         if step is not None and role in (Role.COMPUTE, Role.CAST):
@@ -447,18 +455,6 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
             sources = tuple((n, weights[n.name]) for n in members if n.name in weights)
             units.append((order[owner], RoundingUnit(site, frozenset(members), sources)))
     return tuple(unit for _, unit in sorted(units, key=lambda pair: pair[0]))
-
-
-def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
-    copies = executor.converted.copies
-    places = {place.node: place for place in program.traced.placeholders}
-    for node in program.inputs:
-        place = places[node.name]
-        if place.dtype in LOW_PRECISION_DTYPES and (place.slot is Slot.INPUT or place.node in copies):
-            yield node
-    for step in program.steps:
-        if step.rounds and step.makes_values:
-            yield step.node
 
 
 def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:

@@ -360,7 +360,6 @@ class ErrorTape(Tape):
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
         super().__init__(observer, needed)
-        self.needed = needed
         self.errors: dict[fx.Node, Any] = {}
         self._exact = Float32Backend()
 
@@ -380,8 +379,6 @@ class ErrorTape(Tape):
         if is_mark(step.target) or step.node in self.needed or step.decides:
             inputs = {node: (pair[0], pair[0]) for node, pair in call.inputs.items()}
             self.steps.append(TapeEntry(step, inputs, True, call.state))
-            if is_mark(step.target):
-                self.marks.append(self.steps[-1])
         if step.low_precision and step.makes_values and not call.computed_once and not step.mutates:
             self.errors[step.node] = self._error(step, result, call)
         return result

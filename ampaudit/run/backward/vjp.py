@@ -218,17 +218,19 @@ class Tape(WrappedObserver):
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
         super().__init__(observer)
-        self._needed = needed
+        self.needed = needed
         self.steps: list[TapeEntry] = []
-        self.marks: list[TapeEntry] = []
+
+    @property
+    def marks(self) -> list[TapeEntry]:
+        """The marks among the steps."""
+        return [entry for entry in self.steps if is_mark(entry.step.target)]
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Record the step."""
         result = super().observe(step, reference, value, call)
-        if is_mark(step.target):
-            self.marks.append(TapeEntry(step, dict(call.inputs), call.computed_once, call.state))
-            self.steps.append(self.marks[-1])
-        elif step.node in self._needed and (step.differentiable or unseen_write(step)):
+        passes = step.node in self.needed and (step.differentiable or unseen_write(step))
+        if passes or is_mark(step.target):
             self.steps.append(TapeEntry(step, dict(call.inputs), call.computed_once, call.state))
         return result
 
