@@ -107,16 +107,20 @@ class GradientProbe(GradientAudit):
             )
         names = values_of(executor)
         self.graph.merge(names.graph)
-        parameters = self._parameters(executor.program)
-        backward_errors = self._gradient_errors(executor.program, tape, outputs[-1][0], parameters)
+        parameters = self._parameters(executor.program, tape)
+        backward_errors = GradientErrors(parameters)
+        program = executor.program
+        dtypes, custom = gradient_dtypes(program), self._custom[id(program)]
+        backward = ErrorPass(backward_errors, tape, dtypes, self._backend, custom)
+        backward.run(self.seeds(program, outputs[-1][0]), backward_errors)
         self._sensitivity.measured.append(backward_errors.relative_error)
         generator = torch.Generator().manual_seed(self._seed + number)
-        seeds = (_signs(backward_errors.gradients, parameters, generator) for _ in range(max_probes(errors)))
-        loss = executor.program.outputs[-1]
+        signs = (_signs(backward_errors.gradients, parameters, generator) for _ in range(max_probes(errors)))
+        loss = program.outputs[-1]
         try:
             with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():  # fused kernels lack second derivatives
                 double = DoubleBackward(errors, backward_errors, loss, self.record.scale, parameters)
-                probes = enough_probes((double.probe(names, self._dtype, seed) for seed in seeds), MIN_PROBES)
+                probes = enough_probes((double.probe(names, self._dtype, seed) for seed in signs), MIN_PROBES)
         except (RuntimeError, NotImplementedError) as error:
             raise RunFailed(
                 f"the gradient of an op has no gradient itself: {first_line(error)}",
@@ -124,25 +128,13 @@ class GradientProbe(GradientAudit):
             ) from error
         self._sensitivity.add(f"gradients of {title}", probes)
 
-    def _parameters(self, program: Program) -> dict[fx.Node, int]:
+    def _parameters(self, program: Program, tape: Tape) -> dict[fx.Node, int]:
         """Map placeholders to the identities of trainable parameters; tied ones have several."""
         parameters, tensors = dict[fx.Node, int](), program.traced.tensors
         for node, place in zip(program.inputs, program.traced.placeholders, strict=True):
-            if place.slot is Slot.PARAMETER and node in self._needed[id(program)]:
+            if place.slot is Slot.PARAMETER and node in tape.needed:
                 parameters[node] = id(tensors[node.name])
         return parameters
-
-    def _gradient_errors(
-        self, program: Program, tape: Tape, reference: torch.Tensor, parameters: dict[fx.Node, int]
-    ) -> GradientErrors:
-        """Run the backward pass again, and return the errors of its ops."""
-        errors, loss = GradientErrors(parameters), program.outputs[-1]
-        dtypes, customs = gradient_dtypes(program), self._custom[id(program)]
-        seed = torch.full_like(reference, self.record.scale)
-        pair = (seed, self._backend.represent(seed.clone(), dtypes[loss][0]))
-        needed = self._needed[id(program)]
-        ErrorPass(errors, tape, needed, dtypes, self._backend, customs).run({loss: pair}, errors)
-        return errors
 
 
 def _signs(

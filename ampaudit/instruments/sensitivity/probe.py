@@ -339,7 +339,7 @@ def probe(
     dtypes = dict.fromkeys(executor.program.inputs, (torch.float32,))
     for step in executor.program.steps:
         dtypes[step.node] = tuple(WIDE.get(d, d) if d is not None else None for d in step.dtypes)
-    backward = BackwardPass(tape, tape.needed, dtypes, backend, customs, backend)
+    backward = BackwardPass(tape, dtypes, backend, customs, backend)
     try:
         backward.run({node: (gradient, gradient) for node, gradient in seed.items()}, collector)
     except (RuntimeError, NotImplementedError) as error:

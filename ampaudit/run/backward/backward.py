@@ -280,7 +280,6 @@ class BackwardPass:
 
     Args:
         tape: Tape of the run.
-        needed: Nodes whose gradients are needed.
         dtypes: Dtypes of each node's outputs in the converted model.
         backend: Backend of the 16-bit run.
         customs: Custom backwards along the tape.
@@ -290,7 +289,6 @@ class BackwardPass:
     def __init__(
         self,
         tape: Tape,
-        needed: frozenset[fx.Node],
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
         customs: CustomBackwards,
@@ -298,7 +296,6 @@ class BackwardPass:
     ) -> None:
         self._customs = customs
         self._tape = tape
-        self._needed = needed
         self._dtypes = dtypes
         self._backend = backend
         self._reference = reference or Float32Backend()
@@ -365,7 +362,7 @@ class BackwardPass:
         if not any(out):
             return
         for share in self._custom.run(mark_number(entry.step.node), out):
-            if share.node in self._needed:
+            if share.node in self._tape.needed:
                 stored = self._as_stored(share)
                 pair = (stored[0], observer.observe_share(entry.step, share.node, stored, share.fault))
                 gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
@@ -382,7 +379,7 @@ class BackwardPass:
         nodes = [
             node
             for node in dict.fromkeys(entry.step.node.all_input_nodes)
-            if node in self._needed and isinstance(entry.inputs[node][0], torch.Tensor)
+            if node in self._tape.needed and isinstance(entry.inputs[node][0], torch.Tensor)
         ]
         if not nodes:
             return

@@ -95,32 +95,30 @@ class GradientAudit(Recorder):
         reference, value = outputs[-1]
         self._note_parameters(program)
         self.record.losses.append((float(reference), float(unrepaired[-1][1]), float(value)))
-        loss, needed = program.outputs[-1], self._needed[id(program)]
-        if loss not in needed:
+        loss = program.outputs[-1]
+        if loss not in tape.needed:
             raise RunFailed(
                 "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
-        dtypes = gradient_dtypes(program)
         if id(program) not in self._custom:
             self._custom[id(program)] = CustomBackwards(program, self._backend, self._device)
         customs = self._custom[id(program)]
-        backward = BackwardPass(tape, needed, dtypes, self._backend, customs)
-        seed = torch.full_like(reference, self.record.scale)
-        pair = (seed, self._backend.represent(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
+        dtypes, seeds = gradient_dtypes(program), self.seeds(program, reference)
+        backward = BackwardPass(tape, dtypes, self._backend, customs)
         names = GradientNames(program.traced.site_of_node, program.traced.placeholders)
 
         def represent(gradient: torch.Tensor, node: fx.Node) -> torch.Tensor:
             return self._backend.represent(gradient, dtypes[node][0])
 
         meter = GradientMeter(self.record.scale)
-        backward.run({loss: pair}, MeasuringObserver(meter, names))
+        backward.run(seeds, MeasuringObserver(meter, names))
         meter.finish()
         if meter.broken:
             repaired = GradientMeter(self.record.scale)
             measuring = MeasuringObserver(repaired, names)
             repairing = RepairingObserver(measuring, names, represent, self._limit, number)
-            backward.run({loss: pair}, repairing)
+            backward.run(seeds, repairing)
             repaired.finish()
             known = {(origin.site, origin.value) for origin in self.record.origins}
             self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
@@ -136,6 +134,13 @@ class GradientAudit(Recorder):
             if note not in self.record.notes:
                 self.record.notes.append(note)
         self._note_untraced(customs, names, tape)
+
+    def seeds(self, program: Program, loss: torch.Tensor) -> dict[fx.Node, GradientPair]:
+        """Return the gradient of the loss, which is its scale, in both runs."""
+        node, scale = program.outputs[-1], self.record.scale
+        dtype = gradient_dtypes(program)[node][0]
+        low = self._backend.represent(torch.full_like(loss, scale), dtype)
+        return {node: (torch.full_like(loss, scale), low)}
 
     def _note_parameters(self, program: Program) -> None:
         places = [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]

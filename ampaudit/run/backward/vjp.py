@@ -214,6 +214,10 @@ class Tape(WrappedObserver):
 
     Values are not copied, since a graph without in-place ops never changes them. So a run keeps its
     activations, FP32's and the 16-bit run's, as training does.
+
+    Attributes:
+        needed: Nodes whose gradients are needed.
+        steps: The recorded steps and marks, in order.
     """
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
