@@ -23,7 +23,6 @@ __all__ = [
     "compare_outputs",
     "merge_outputs",
     "output_kind",
-    "paired_with_fp32",
 ]
 
 MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
@@ -194,15 +193,6 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     for (name, (kind, shape, _)), row in zip(waiting.items(), fetched, strict=True):
         comparisons[name] = _comparison(kind, batch, shape, row.tolist())
     return {name: comparisons[name] for name in pairs}
-
-
-def paired_with_fp32(
-    pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
-) -> dict[str, tuple[Any, Any]]:
-    """Replace the references by the FP32 model's outputs, if any; ``None`` where it has none."""
-    if fp32 is None:
-        return dict(pairs)
-    return {name: (fp32.get(name), value) for name, (_, value) in pairs.items()}
 
 
 def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:

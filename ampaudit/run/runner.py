@@ -22,7 +22,7 @@ from ampaudit.run.fp32_check import EagerModel, Fp32Check, is_broken
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
 from ampaudit.run.measure import fetch
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
-from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
+from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
 from ampaudit.run.program import Program, Step, compile_program, widened_tensor
 from ampaudit.run.propagation import FaultPropagation, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
@@ -199,10 +199,13 @@ class Runner:
 
         Edited code, in 16 bits and in FP32, is compared with the user's unedited model.
         """
-        comparisons = compare_outputs(paired_with_fp32(pairs, fp32), call.number)
-        if self.config.edits and fp32 is not None:
-            edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
-            merge_outputs(self.record.edited, compare_outputs(edited, call.number))
+        against: Mapping[str, Pair] = pairs
+        if fp32 is not None:  # which lacks outputs that it does not return
+            against = {name: (fp32.get(name), value) for name, (_, value) in pairs.items()}
+            if self.config.edits:
+                edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
+                merge_outputs(self.record.edited, compare_outputs(edited, call.number))
+        comparisons = compare_outputs(against, call.number)
         buffers = {name: (pair[0], pair[0]) for name, pair in call.carried.buffers.items()}
         fp32_state = CarriedState(call.tensors, buffers)
         attribution = Attribution(call.executor, call.tensors, call.seed, fp32_state)

@@ -119,7 +119,7 @@ class GradientProbe(GradientAudit):
         loss = program.outputs[-1]
         try:
             with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():  # fused kernels lack second derivatives
-                double = DoubleBackward(errors, backward_errors, loss, self.record.scale, parameters)
+                double = DoubleBackward(errors, backward_errors, loss, self.record.scale)
                 probes = enough_probes((double.probe(names, self._dtype, seed) for seed in signs), MIN_PROBES)
         except (RuntimeError, NotImplementedError) as error:
             raise RunFailed(
@@ -157,19 +157,9 @@ class _ErrorTerm(NamedTuple):
 
 
 class DoubleBackward:
-    """FP32's forward and backward pass as one autograd graph.
+    """FP32's forward and backward pass as one autograd graph, with the gradients that have errors."""
 
-    ``parameters`` holds the identities of trainable parameters by placeholder.
-    """
-
-    def __init__(
-        self,
-        tape: ErrorTape,
-        errors: GradientErrors,
-        loss: fx.Node,
-        scale: float,
-        parameters: Mapping[fx.Node, int],
-    ) -> None:
+    def __init__(self, tape: ErrorTape, errors: GradientErrors, loss: fx.Node, scale: float) -> None:
         self._tape = tape
         self._backend = DifferentiableBackend()
         self._values: dict[fx.Node, Any] = {}
@@ -177,12 +167,6 @@ class DoubleBackward:
         for entry in tape.steps:
             if not is_mark(entry.step.target):
                 self._forward(entry)
-        self._differentiate(self._values[loss] * scale, errors, parameters)
-
-    def _differentiate(
-        self, loss: torch.Tensor, errors: GradientErrors, parameters: Mapping[fx.Node, int]
-    ) -> None:
-        """Run the backward pass, and keep the gradients that have errors."""
         reads, values = self._reads, self._values
         sums = {node: e for node, e in errors.sums.items() if _has_gradient(values.get(node))}
         terms: list[_ErrorTerm] = [
@@ -190,10 +174,10 @@ class DoubleBackward:
             *(_ErrorTerm(k[0], "jump", reads[k], e) for k, e in errors.jumps.items() if k in reads),
             *(_ErrorTerm(node, "gradient", values[node], e) for node, e in sums.items()),
         ]
-        ends = [node for node in parameters if node in values]
+        ends = [node for node in errors.parameters if node in values]
         targets = [*(term.tensor for term in terms), *(values[node] for node in ends)]
         # autograd returns the tensors with which it continues, so that they can be differentiated by
-        gradients = torch.autograd.grad(loss, targets, create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(values[loss] * scale, targets, create_graph=True, allow_unused=True)
         passing = [gradient if _has_gradient(gradient) else None for gradient in gradients]
         self._terms = [
             term._replace(tensor=gradient)
@@ -271,7 +255,7 @@ class GradientErrors(GradientObserver):
     """
 
     def __init__(self, parameters: Mapping[fx.Node, int]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self.shares: dict[tuple[fx.Node, fx.Node], torch.Tensor] = {}
         self.sums: dict[fx.Node, torch.Tensor] = {}
         self.jumps: dict[tuple[fx.Node, fx.Node], torch.Tensor] = {}
@@ -291,8 +275,8 @@ class GradientErrors(GradientObserver):
         if additions > 0 and dtype in LOW_PRECISION_DTYPES:
             error = finite_difference(rounded(pair[0], dtype), widened_tensor(pair[0]))
             self.sums[node] = error * math.sqrt(additions)
-        if node in self._parameters:
-            self._complete[self._parameters[node]].append(pair)
+        if node in self.parameters:
+            self._complete[self.parameters[node]].append(pair)
         return pair[1]
 
     @property

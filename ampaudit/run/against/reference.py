@@ -36,7 +36,7 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["ReferenceModel", "compare_executors"]
+__all__ = ["ReferenceModel"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # converters replace smaller numbers by this
 _JUMP = 4
@@ -70,64 +70,52 @@ class ReferenceModel:
         self._seed = config.seed
 
     def __call__(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
-        """Run the reference on a batch, and compare the audited model with it.
+        """Run the reference on a batch, and compare the audited model, widened to float32, with it.
 
         Raises:
             ReferenceBroken: The reference returns NaN or infinity.
             InputError: The models have different numbers of outputs.
         """
-        batch = self._batches[number]
+        batch, seed = self._batches[number], self._seed + number
         reference = self._executors.get(batch, number)
         inputs = tensor_leaves(batch.args, batch.kwargs)
-        comparison = compare_executors(reference, executor, inputs, own, self._places, self._seed + number)
-        broken = next((name for name, output in comparison.outputs.items() if is_broken(output)), None)
-        if broken is not None:
-            where = batch.title(number)
-            raise ReferenceBroken(f"the reference itself gives NaN or infinity in {where}: {broken}")
-        return comparison
-
-
-@torch.no_grad()
-def compare_executors(
-    reference: LockStep,
-    audited: LockStep,
-    reference_inputs: list[torch.Tensor],
-    audited_inputs: list[torch.Tensor],
-    places: Sequence[int],
-    seed: int,
-) -> ModelComparison:
-    """Compare an audited graph, widened to float32, with a reference.
-
-    ``places`` are, for each input of the audited graph, the positions of the reference's inputs.
-    """
-    torch.manual_seed(seed)
-    outputs = [pair[0] for pair in reference.run(reference_inputs, Observer())]
-    output_places = _output_places(reference, audited)
-    by_name = {name: outputs[place] for name, place in output_places.items()}
-    exact = LockStep(audited.program, audited.placed, Float32Backend(), audited.device, reference_only=True)
-    second = _recorded(exact, audited_inputs, seed)
-    plain = ComparedGraph(reference, Values(reference, reference_inputs))
-    weights = match_weights(plain, second)
-    first = _recorded(_with_rounded_weights(reference, second, weights), reference_inputs, seed)
-    dtypes = {place.dtype for place in audited.program.traced.placeholders}
-    dtypes |= {site.dtype for site in audited.program.traced.sites}
-    dtype = next((dtype for dtype in LOW_PRECISION_DTYPES if dtype in dtypes), torch.float32)
-    tolerance = _ROUNDED_CONSTANTS.get(dtype, _EXACT)
-    pairs = {node: first.inputs[place] for node, place in zip(second.inputs, places, strict=True)}
-    matching = Matching(first, second, pairs, weights, tolerance)
-    counterpart = {name: reference.program.outputs[place] for name, place in output_places.items()}
-    wrong = {
-        name: node
-        for name, node in second.outputs.items()
-        if name in counterpart and not matching.same_value(counterpart[name], node)
-    }
-    return ModelComparison(
-        tuple((op.site, other.site) for op, other in matching.partner.items()),
-        tuple(op.site for op in matching.only_reference),
-        tuple(op.site for op in matching.only_audited),
-        tuple(model_differences(matching, weights, dtype, wrong)),
-        by_name,
-    )
+        with torch.no_grad():
+            torch.manual_seed(seed)
+            outputs = [pair[0] for pair in reference.run(inputs, Observer())]
+            output_places = _output_places(reference, executor)
+            by_name = {name: outputs[place] for name, place in output_places.items()}
+            broken = next((name for name, output in by_name.items() if is_broken(output)), None)
+            if broken is not None:
+                where = batch.title(number)
+                raise ReferenceBroken(f"the reference itself gives NaN or infinity in {where}: {broken}")
+            program, device = executor.program, executor.device
+            exact = LockStep(program, executor.placed, Float32Backend(), device, reference_only=True)
+            audited = _recorded(exact, own, seed)
+            plain = ComparedGraph(reference, Values(reference, inputs))
+            weights = match_weights(plain, audited)
+            compared = _recorded(_with_rounded_weights(reference, audited, weights), inputs, seed)
+            dtypes = {place.dtype for place in program.traced.placeholders}
+            dtypes |= {site.dtype for site in program.traced.sites}
+            dtype = next((dtype for dtype in LOW_PRECISION_DTYPES if dtype in dtypes), torch.float32)
+            tolerance = _ROUNDED_CONSTANTS.get(dtype, _EXACT)
+            pairs = {
+                node: compared.inputs[place] for node, place in zip(audited.inputs, self._places, strict=True)
+            }
+            matching = Matching(compared, audited, pairs, weights, tolerance)
+            counterpart = {name: reference.program.outputs[place] for name, place in output_places.items()}
+            wrong = {
+                name: node
+                for name, node in audited.outputs.items()
+                if name in counterpart and not matching.same_value(counterpart[name], node)
+            }
+            differences = _Search(matching, weights, dtype).differences(wrong)
+        return ModelComparison(
+            tuple((op.site, other.site) for op, other in matching.partner.items()),
+            tuple(op.site for op in matching.only_reference),
+            tuple(op.site for op in matching.only_audited),
+            tuple(differences),
+            by_name,
+        )
 
 
 def _recorded(executor: LockStep, inputs: list[torch.Tensor], seed: int) -> ComparedGraph:
@@ -165,37 +153,6 @@ def _output_places(reference: LockStep, audited: LockStep) -> dict[str, int]:
     return {name: place for place, name in enumerate(here)}
 
 
-def model_differences(
-    matching: Matching,
-    weights: Mapping[fx.Node, MatchedWeight],
-    dtype: torch.dtype,
-    wrong: Mapping[str, fx.Node],
-) -> list[ModelDifference]:
-    """Return the differences in graph order; ops that compute other values only if outputs are wrong.
-
-    ``wrong`` are the nodes of outputs of the audited graph that differ, by name.
-    """
-    search = _Search(matching, weights, dtype)
-    structural = {(d.kind, d.place): d for d in search.structural()}
-    roots: dict[Op, list[str]] = {}
-    changed = {key[1] for key in structural}
-    for name, node in wrong.items():
-        for op in search.roots(node):
-            sources = (matching.audited.ops.get(source) for source in op.sources)
-            candidates = (o for o in (op, *sources) if o is not None and o.site.id in changed)
-            roots.setdefault(next(candidates, op), []).append(name)
-    result = dict(structural)
-    for op, names in roots.items():
-        keys = [key for key in structural if key[1] == op.site.id]
-        for key in keys:
-            result[key] = replace(structural[key], outputs=tuple(names))
-        if not keys:
-            difference = search.explained(op, tuple(names))
-            result[difference.kind, difference.place] = difference
-    order = {op.site.id: op.place for op in matching.audited.ops.values()}
-    return sorted(result.values(), key=lambda d: (not d.outputs, order.get(d.place, math.inf)))
-
-
 class _Search:
     def __init__(
         self, matching: Matching, weights: Mapping[fx.Node, MatchedWeight], dtype: torch.dtype
@@ -205,6 +162,30 @@ class _Search:
         self._reference = matching.reference
         self._weights = weights
         self._dtype = dtype
+
+    def differences(self, wrong: Mapping[str, fx.Node]) -> list[ModelDifference]:
+        """Return the differences in graph order; ops that compute other values only if outputs are wrong.
+
+        ``wrong`` are the nodes of outputs of the audited graph that differ, by name.
+        """
+        structural = {(d.kind, d.place): d for d in self.structural()}
+        roots: dict[Op, list[str]] = {}
+        changed = {key[1] for key in structural}
+        for name, node in wrong.items():
+            for op in self.roots(node):
+                sources = (self._audited.ops.get(source) for source in op.sources)
+                candidates = (o for o in (op, *sources) if o is not None and o.site.id in changed)
+                roots.setdefault(next(candidates, op), []).append(name)
+        result = dict(structural)
+        for op, names in roots.items():
+            keys = [key for key in structural if key[1] == op.site.id]
+            for key in keys:
+                result[key] = replace(structural[key], outputs=tuple(names))
+            if not keys:
+                difference = self.explained(op, tuple(names))
+                result[difference.kind, difference.place] = difference
+        order = {op.site.id: op.place for op in self._audited.ops.values()}
+        return sorted(result.values(), key=lambda d: (not d.outputs, order.get(d.place, math.inf)))
 
     def structural(self) -> Iterator[ModelDifference]:
         """Yield constants, weights and missing ops that differ, whether or not outputs do."""
