@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import yaml
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
@@ -26,7 +25,7 @@ from ampaudit.core.errors import InputError, RunFailed, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.ops import having
 from ampaudit.core.session import Session
-from ampaudit.core.sites import SiteId, globs_of
+from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.devices.catalogue import Device, all_devices
 from ampaudit.devices.estimate import OpCost, OpCounter, cost_of, roofline_seconds
@@ -35,7 +34,6 @@ from ampaudit.instruments.sensitivity.measuring import sensitivities_in
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
 from ampaudit.instruments.sensitivity.probe import PrecisionGraph
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.policy.schema import Cast, Reason
 from ampaudit.report.tuning import TuningReport
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.config import RunConfig
@@ -50,7 +48,6 @@ from ampaudit.tuning.config import CostKind, TuneConfig
 from ampaudit.tuning.search import Accuracy, Choice, Prices, TuningProblem
 
 __all__ = [
-    "NAME",
     "CostKind",
     "Trials",
     "costs_of",
@@ -58,7 +55,6 @@ __all__ = [
     "follow",
     "loaded",
     "rescale_text",
-    "rule_file",
     "run_low_precision",
 ]
 
@@ -68,7 +64,6 @@ _CAST_BYTES = 6  # bytes moved to read an element in one format and write it in 
 MARGIN = 1.4  # factor by which 16-bit values must stay below the format's limit
 _POLICY = "ampaudit"  # keeps norms in float32, as a tuned policy does
 BASE = "16-bit"
-NAME = "tuned"
 
 
 class Trials:
@@ -237,46 +232,6 @@ def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> s
     summary = "\n".join(change.change for change in changes)
     code = "\n\n".join(change.paste for change in changes)
     return f"{summary}\n{outcome}\n\n{code}"
-
-
-def rule_file(
-    base: RuleSet,
-    title: str,
-    ops: Mapping[Reason, Sequence[str]],
-    weights: Sequence[str],
-    every: tuple[Sequence[str], Sequence[str]],
-) -> str:
-    """Return a rule file (YAML) that extends a policy and keeps ops and weights in float32.
-
-    ``ops`` holds sites by reason, and ``every`` all sites and weights, which the patterns must tell apart.
-    """
-    sites, names = every
-    data: dict[str, Any] = {"name": NAME, "title": title, "extends": [base.location or base.name]}
-    if weights:
-        stored = base.file.weights.model_dump(mode="json", exclude_defaults=True)
-        data["weights"] = stored | {"keep": [{"parameter": globs_of(weights, names)}]}
-    rules = [
-        {
-            "id": f"{NAME}/{reason.value}",
-            "match": {"site": globs_of(members, sites)},
-            "cast": Cast.FLOAT32.value,
-            "reason": reason.value,
-            "why": _WHY[reason],
-            "source": "ampaudit tune",
-        }
-        for reason, members in ops.items()
-        if members
-    ]
-    if rules:
-        data["rules"] = rules
-    return yaml.safe_dump(data, sort_keys=False, width=110, allow_unicode=True)
-
-
-_WHY = {
-    Reason.RANGE: "its values leave the range of the 16-bit format.",
-    Reason.PRECISION: "the accuracy that was asked for needs it.",
-    Reason.NO_KERNEL: "PyTorch has no 16-bit kernel for it.",
-}
 
 
 def loaded(text: str) -> RuleSet:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import yaml
+
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Exemption
 from ampaudit.audit.advice.pytorch import half_method, with_code
@@ -23,7 +25,7 @@ from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.session import DEFAULT_SESSION, Session
-from ampaudit.core.sites import SiteId
+from ampaudit.core.sites import SiteId, globs_of
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import plural
 from ampaudit.instruments.sensitivity.measuring import noise_rows
@@ -56,12 +58,10 @@ from ampaudit.tuning.search import (
     tried_set,
 )
 from ampaudit.tuning.trials import (
-    NAME,
     Trials,
     follow,
     loaded,
     rescale_text,
-    rule_file,
     run_low_precision,
 )
 
@@ -69,6 +69,12 @@ __all__ = ["tune", "tuned_rules"]
 
 SHOWN_NOISE = 40
 _KINDS = ("python", "import", "huggingface", "object")  # kinds of sources with layers of the user's code
+NAME = "tuned"
+_WHY = {
+    Reason.RANGE: "its values leave the range of the 16-bit format.",
+    Reason.PRECISION: "the accuracy that was asked for needs it.",
+    Reason.NO_KERNEL: "PyTorch has no 16-bit kernel for it.",
+}
 ROUNDS = 4  # rounds of a search and an audit of its result
 
 
@@ -296,6 +302,7 @@ class _Tuning:
         return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
 
     def _policy_text(self, choice: Choice, problem: TuningProblem) -> str:
+        """Return a rule file (YAML) that extends the base policy and keeps a choice in float32."""
         values, ops = problem.graph.values, problem.ops(choice)
         stored = [name for name, value in values.items() if value.kind is ValueKind.WEIGHT]
         reasons = {v.name: v.site.decision.reason for v in values.values() if v.site is not None}
@@ -314,12 +321,30 @@ class _Tuning:
                 if reason == Reason.NO_KERNEL and values[name].kind is ValueKind.FLOAT32
             ],
         }
-        every = [*(site.id for site in self._audit.sites if site.facts is not None), *self._appeared]
-        target = self._config.target_db
+        target, base = self._config.target_db, self._trials.base
         goal = "" if target is None else f", for {target:g} dB"
         title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(self._trials.dtype)}"
-        weights = [name for name in stored if name in choice]
-        return rule_file(self._trials.base, title, groups, weights, (every, stored))
+        data: dict[str, Any] = {"name": NAME, "title": title, "extends": [base.location or base.name]}
+        # patterns must tell the members of a group from all other sites and weights
+        if weights := [name for name in stored if name in choice]:
+            keep = {"keep": [{"parameter": globs_of(weights, stored)}]}
+            data["weights"] = base.file.weights.model_dump(mode="json", exclude_defaults=True) | keep
+        every = [*(site.id for site in self._audit.sites if site.facts is not None), *self._appeared]
+        rules = [
+            {
+                "id": f"{NAME}/{reason.value}",
+                "match": {"site": globs_of(members, every)},
+                "cast": Cast.FLOAT32.value,
+                "reason": reason.value,
+                "why": _WHY[reason],
+                "source": "ampaudit tune",
+            }
+            for reason, members in groups.items()
+            if members
+        ]
+        if rules:
+            data["rules"] = rules
+        return yaml.safe_dump(data, sort_keys=False, width=110, allow_unicode=True)
 
     def _report(self, final: Final) -> TuningReport:
         problem, graph, config = self._problem, self._problem.graph, self._config
