@@ -107,6 +107,10 @@ class Attribution:
     def _units(self) -> tuple[RoundingUnit, ...]:
         return rounding_units(self.executor)
 
+    @cached_property
+    def _everything(self) -> frozenset[int]:
+        return frozenset(range(len(self._units)))
+
     def culprits(self, outputs: Sequence[str], least: float) -> list[Culprit]:
         """Return the culprit of each inaccurate output; outputs with the same culprit are grouped."""
         by_sites: dict[tuple[SiteId, ...], Culprit] = {}
@@ -123,8 +127,7 @@ class Attribution:
         return list(by_sites.values())
 
     def _culprit(self, name: str, least: float) -> Culprit:
-        everything = frozenset(range(len(self._units)))
-        whole = self._run(everything)
+        whole = self._run(self._everything)
         total, accuracy = whole.outputs[name].energy, whole.outputs[name].accuracy_db
         if (
             accuracy is None
@@ -138,21 +141,20 @@ class Attribution:
             run = self._run(units)
             return run.outputs[name].energy if decision is None else float(run.flips.get(decision, 0))
 
-        selection = self._search(energy, everything, first=decision is not None)
-        if not selection:
-            return Culprit((name,))
-        return self._describe(name, selection, everything, decision)
+        selection = self._search(energy, first=decision is not None)
+        return self._describe(name, selection, decision) if selection else Culprit((name,))
 
-    def _describe(
-        self, name: str, selection: frozenset[int], everything: frozenset[int], decision: str | None
-    ) -> Culprit:
+    def _describe(self, name: str, selection: frozenset[int], decision: str | None) -> Culprit:
         sites = tuple(dict.fromkeys(self._units[index].site.id for index in sorted(selection)))
         probe = Probe(
             detail=DecisionDetail(decision) if decision is not None else None,
             additions=frozenset(node.name for i in selection for node in self._units[i].nodes),
         )
-        self._execute(everything, probe)
-        alone, rest = self._run(selection).outputs[name], self._run(everything - selection).outputs[name]
+        self._execute(self._everything, probe)
+        alone, rest = (
+            self._run(selection).outputs[name],
+            self._run(self._everything - selection).outputs[name],
+        )
         deciding = {s.node: s.id for s in self.executor.program.traced.sites}
         nodes = {node for index in selection for node in self._units[index].nodes}
         return Culprit(
@@ -166,16 +168,16 @@ class Attribution:
             probe.stalled if _is_running_sum(nodes) else 0.0,
         )
 
-    def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
+    def _search(self, energy: Energy, *, first: bool) -> frozenset[int]:
         """Return one unit, or all units of one line; an empty set if none stands out.
 
         Among comparable candidates, return the largest, or with ``first`` the first in the graph.
         """
-        singles = [frozenset((index,)) for index in sorted(everything)]
-        total = energy(everything)
+        singles = [frozenset((index,)) for index in sorted(self._everything)]
+        total = energy(self._everything)
 
         def removed_energy(units: frozenset[int]) -> float:
-            return max(total - energy(everything - units), 0.0)
+            return max(total - energy(self._everything - units), 0.0)
 
         for items, size, share in (
             (singles, energy, STANDS_OUT),
@@ -227,11 +229,10 @@ class Attribution:
     def _decision(self, name: str, total: float, whole: _Run) -> str | None:
         """Return the decision that repairs the output when pinned to FP32's choice, if any."""
         flipped = [step.node for step in self.executor.program.steps if whole.flips.get(step.node.name)]
-        everything = frozenset(range(len(self._units)))
 
         def pinned_energy(*pins: fx.Node) -> float:
             probe = Probe(pins=frozenset(node.name for node in pins))
-            return self._execute(everything, probe).outputs[name].energy
+            return self._execute(self._everything, probe).outputs[name].energy
 
         if not flipped or pinned_energy(*flipped) > REMAINING_SHARE * total:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class GradientProbe(GradientAudit):
         backward_errors = GradientErrors(parameters)
         program = executor.program
         dtypes, custom = gradient_dtypes(program), self._custom[id(program)]
-        backward = ErrorPass(backward_errors, tape, dtypes, self._backend, custom)
+        backward = ErrorPass(tape, dtypes, self._backend, custom, errors=backward_errors)
         backward.run(self.seeds(program, outputs[-1][0]), backward_errors)
         self._sensitivity.measured.append(backward_errors.relative_error)
         generator = torch.Generator().manual_seed(self._seed + number)
@@ -299,24 +300,23 @@ def _total(pairs: list[GradientPair], side: int) -> torch.Tensor:
     return sum(others, first.double())
 
 
+@dataclass
 class ErrorPass(BackwardPass):
     """A backward pass that records the error that each op's backward adds."""
 
-    def __init__(self, errors: GradientErrors, *others: Any) -> None:
-        super().__init__(*others)
-        self._errors = errors
+    errors: GradientErrors = field(kw_only=True)
 
     def _products(
         self, entry: TapeEntry, out: list[GradientPair | None]
     ) -> Iterator[tuple[fx.Node, GradientPair]]:
         products = dict(super()._products(entry, out))
-        low = [node for node in products if self._dtypes[node][0] in LOW_PRECISION_DTYPES]
+        low = [node for node in products if self.dtypes[node][0] in LOW_PRECISION_DTYPES]
         for node, exact in self._exact(entry, low, [None if pair is None else pair[1] for pair in out]):
-            self._errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
+            self.errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
         if entry.step.site is not None and short_op(entry.step.site.op) in having("piecewise"):
             wide = [None if pair is None else pair[0] for pair in out]
             for node, exact in self._exact(entry, products, wide):
-                self._errors.jumps[entry.step.node, node] = finite_difference(exact, products[node][0])
+                self.errors.jumps[entry.step.node, node] = finite_difference(exact, products[node][0])
         yield from products.items()
 
     def _exact(

@@ -275,10 +275,11 @@ class Gradients:
         arrived[index] = (reference, value)
 
 
+@dataclass
 class BackwardPass:
     """The backward pass through one tape.
 
-    Args:
+    Attributes:
         tape: Tape of the run.
         dtypes: Dtypes of each node's outputs in the converted model.
         backend: Backend of the 16-bit run.
@@ -286,26 +287,18 @@ class BackwardPass:
         reference: Backend of FP32's run.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
-        backend: Backend,
-        customs: CustomBackwards,
-        reference: Backend | None = None,
-    ) -> None:
-        self._customs = customs
-        self._tape = tape
-        self._dtypes = dtypes
-        self._backend = backend
-        self._reference = reference or Float32Backend()
+    tape: Tape
+    dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]]
+    backend: Backend
+    customs: CustomBackwards
+    reference: Backend = field(default_factory=Float32Backend)
 
     def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
         """Run from outputs with known gradients (a loss: the loss scale) to the parameters."""
         gradients = Gradients()
         gradients.pairs.update({node: {0: seed} for node, seed in seeds.items()})
-        self._custom = CustomBackwardRun(self._customs, self._tape)
-        for entry in reversed(self._tape.steps):
+        self._custom = CustomBackwardRun(self.customs, self.tape)
+        for entry in reversed(self.tape.steps):
             self._step(entry, gradients, observer)
         for node in list(gradients.pairs):
             self._complete(node, gradients.take(node, 1), observer)
@@ -326,12 +319,12 @@ class BackwardPass:
             assert isinstance(index, int)
             assert pair is not None
             pair = self._completed(node, entry.step.dtypes[0], pair, observer)
-            gradients.add(source, index, pair, entry.step.dtypes[0], self._backend)
+            gradients.add(source, index, pair, entry.step.dtypes[0], self.backend)
             return
         out = self._complete(node, arrived, observer)
         for used, share in self._products(entry, out):
             pair = (share[0], observer.observe_share(entry.step, used, share))
-            gradients.add(used, 0, pair, self._dtypes[used][0], self._backend)
+            gradients.add(used, 0, pair, self.dtypes[used][0], self.backend)
 
     def _complete(
         self, node: fx.Node, arrived: list[GradientPair | None], observer: GradientObserver
@@ -340,7 +333,7 @@ class BackwardPass:
             return arrived
         return [
             None if pair is None else self._completed(node, dtype, pair, observer)
-            for pair, dtype in zip(arrived, self._dtypes[node], strict=True)
+            for pair, dtype in zip(arrived, self.dtypes[node], strict=True)
         ]
 
     def _completed(
@@ -362,16 +355,16 @@ class BackwardPass:
         if not any(out):
             return
         for share in self._custom.run(mark_number(entry.step.node), out):
-            if share.node in self._tape.needed:
+            if share.node in self.tape.needed:
                 stored = self._as_stored(share)
                 pair = (stored[0], observer.observe_share(entry.step, share.node, stored, share.fault))
-                gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
+                gradients.add(share.node, 0, pair, self.dtypes[share.node][0], self.backend)
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
         """Cast a gradient to the dtype of its value, as autograd does."""
-        dtype = self._dtypes[share.node][0]
-        first = self._reference.represent(share.pair[0], dtype)
-        return first, self._backend.represent(share.pair[1], dtype)
+        dtype = self.dtypes[share.node][0]
+        first = self.reference.represent(share.pair[0], dtype)
+        return first, self.backend.represent(share.pair[1], dtype)
 
     def _products(
         self, entry: TapeEntry, out: list[GradientPair | None]
@@ -379,23 +372,23 @@ class BackwardPass:
         nodes = [
             node
             for node in dict.fromkeys(entry.step.node.all_input_nodes)
-            if node in self._tape.needed and isinstance(entry.inputs[node][0], torch.Tensor)
+            if node in self.tape.needed and isinstance(entry.inputs[node][0], torch.Tensor)
         ]
         if not nodes:
             return
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
-        references = vjp(entry, 0, self._reference, nodes, first)
+        references = vjp(entry, 0, self.reference, nodes, first)
         same = entry.computed_once and all(a is b for a, b in zip(first, second, strict=True))
-        if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in nodes):
+        if same and not any(self.dtypes[node][0] in LOW_PRECISION_DTYPES for node in nodes):
             values = references
         else:
-            values = vjp(entry, 1, self._backend, nodes, second)
+            values = vjp(entry, 1, self.backend, nodes, second)
         for node, reference, value in zip(nodes, references, values, strict=True):
             if reference is None or value is None:
                 continue
             if value is not reference:
                 # results of formulas and of autograd may share the reference's memory
                 sources = (*second, *first, reference, *values[: nodes.index(node)])
-                value = self._backend.represented_result(value, self._dtypes[node][0], sources)
+                value = self.backend.represented_result(value, self.dtypes[node][0], sources)
             yield node, (reference, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -259,6 +259,7 @@ class MeasuringObserver(GradientObserver):
         return pair[1]
 
 
+@dataclass
 class RepairingObserver(GradientObserver):
     """Measures, repairs each wrong element, and records its origin.
 
@@ -267,31 +268,28 @@ class RepairingObserver(GradientObserver):
     wrong share is the origin, unless its own gradient has exceeded the format since a repair.
 
     Attributes:
+        inner: Observer of the repaired gradients.
+        names: Names of gradients in the record.
+        represent: Function that represents a gradient of a node in the 16-bit run.
+        limit: Largest number of the format.
+        batch: Number of the batch.
         origins: Origins in the order of the backward pass.
     """
 
-    def __init__(
-        self,
-        inner: MeasuringObserver,
-        names: GradientNames,
-        represent: Callable[[torch.Tensor, fx.Node], torch.Tensor],
-        limit: float,
-        batch: int,
-    ) -> None:
-        self._inner = inner
-        self._names = names
-        self._represent = represent
-        self._limit = limit
-        self._batch = batch
-        self._beyond: set[fx.Node] = set()
-        self._followed: set[fx.Node] = set()
-        self.origins: list[GradientOrigin] = []
+    inner: MeasuringObserver
+    names: GradientNames
+    represent: Callable[[torch.Tensor, fx.Node], torch.Tensor]
+    limit: float
+    batch: int
+    origins: list[GradientOrigin] = field(default_factory=list)
+    _beyond: set[fx.Node] = field(default_factory=set)
+    _followed: set[fx.Node] = field(default_factory=set)
 
     def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
         """Repair one op's share."""
-        self._inner.observe_share(step, of, pair)
+        self.inner.observe_share(step, of, pair)
         if pair[0].shape != pair[1].shape:
             return pair[1]
         # the nodes whose gradients the op received
@@ -302,7 +300,7 @@ class RepairingObserver(GradientObserver):
             self._repair(of, pair, wrong)
             if not behind:
                 self._note(step.node, of, fault)
-        elif behind and bool(pair[0].abs().nan_to_num().amax() > self._limit):
+        elif behind and bool(pair[0].abs().nan_to_num().amax() > self.limit):
             self._beyond.add(of)
         if wrong is None and self._followed.isdisjoint(sources):
             return pair[1]
@@ -323,22 +321,22 @@ class RepairingObserver(GradientObserver):
 
     def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
         """Measure the gradient after repairs."""
-        return self._inner.observe_total(node, dtype, pair)
+        return self.inner.observe_total(node, dtype, pair)
 
     def _note(self, node: fx.Node, of: fx.Node, fault: FaultSource | None = None) -> None:
-        value, is_parameter = self._names.name_or_source(of)
+        value, is_parameter = self.names.name_or_source(of)
         where = (fault.name, fault.op, fault.source) if fault is not None else ()
-        site = self._names.source_site(node) if fault is None else self._names.op_site(node)
-        self.origins.append(GradientOrigin(site, value, is_parameter, self._batch, *where))
+        site = self.names.source_site(node) if fault is None else self.names.op_site(node)
+        self.origins.append(GradientOrigin(site, value, is_parameter, self.batch, *where))
 
     def _repair(self, of: fx.Node, pair: GradientPair, wrong: torch.Tensor) -> None:
         self._beyond.add(of)
         bad = int(wrong.sum())
         nan = int((pair[1].isnan() & wrong).sum())
-        self._inner.meter.wrong(*self._names.name_or_source(of), infinite=bad - nan, nan=nan)
+        self.inner.meter.wrong(*self.names.name_or_source(of), infinite=bad - nan, nan=nan)
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
-        return self._represent(pair[0].clamp(-self._limit, self._limit), of).to(pair[1].dtype)
+        return self.represent(pair[0].clamp(-self.limit, self.limit), of).to(pair[1].dtype)
 
 
 def _adds(node: fx.Node, term: fx.Node) -> bool:
