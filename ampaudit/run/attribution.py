@@ -91,13 +91,11 @@ class Attribution:
 
     Attributes:
         executor: Executor of the whole program.
-        tensors: Inputs of the batch.
         seed: Seed of the batch's random numbers.
         carried: Inputs and buffers, with FP32's values in both runs.
     """
 
     executor: LockStep
-    tensors: list[torch.Tensor]
     seed: int
     carried: CarriedState
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
@@ -255,7 +253,7 @@ class Attribution:
         try:
             with guarded(self.executor.device):
                 torch.manual_seed(self.seed)
-                pairs = partial.run(self.tensors, probe, self.carried)
+                pairs = partial.run(list(self.carried.inputs), probe, self.carried)
         except RunFailed:  # an index out of range: there are no outputs
             missing = OutputComparison("float", mismatch="no output")
             return _Run(dict.fromkeys(self.executor.program.traced.outputs, missing), {})

@@ -170,13 +170,8 @@ class PathRecord:
         }
         for read in traced.path:
             self._add_read(read, producers.get(read.number), runs, batch)
-        self._add_sizes(values, traced, batch, repaired)
-
-    def _add_sizes(
-        self, values: PathValues, traced: TracedModel, batch: int, repaired: PathValues | None
-    ) -> None:
-        """Add the ops whose sizes depend on values."""
-        resized, sites = dict(values.resized), traced.site_of_node
+        # ops whose sizes depend on values
+        resized = dict(values.resized)
         again = None if repaired is None else dict(repaired.resized)
         for node in traced.graph.nodes:
             site, record = sites.get(node.name), node.meta.get(META_KEY)
@@ -263,14 +258,14 @@ class _PathChecker(Observer):
         return value
 
 
-def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: CarriedState, seed: int) -> bool:
+def takes_path(executor: LockStep, carried: CarriedState, seed: int) -> bool:
     """Run the reference to determine whether a batch takes the path for which a graph is valid."""
     device = executor.device
     checked = LockStep(executor.program, executor.placed, executor.backend, device, reference_only=True)
     with guarded(device):
         torch.manual_seed(seed)
         try:
-            checked.run(tensors, _PathChecker(executor.program.traced), carried)
+            checked.run(list(carried.inputs), _PathChecker(executor.program.traced), carried)
         except (_LeftPath, RunFailed):
             return False
     return True

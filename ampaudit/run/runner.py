@@ -208,7 +208,7 @@ class Runner:
         comparisons = compare_outputs(against, call.number)
         buffers = {name: (pair[0], pair[0]) for name, pair in call.carried.buffers.items()}
         fp32_state = CarriedState(call.tensors, buffers)
-        attribution = Attribution(call.executor, call.tensors, call.seed, fp32_state)
+        attribution = Attribution(call.executor, call.seed, fp32_state)
         merge_outputs(self.record.outputs, comparisons)
         for name in merge_outputs(self._outputs, comparisons):
             self._worst[name] = attribution
@@ -227,9 +227,8 @@ class Runner:
         for name, output in self.record.outputs.items():
             if output.batch in self._elsewhere:
                 executor, batch = self._elsewhere[output.batch]
-                tensors = tensor_leaves(batch.args, batch.kwargs)
-                seed = self.config.seed + output.batch
-                worst[name] = Attribution(executor, tensors, seed, CarriedState(tensors))
+                inputs = CarriedState(tensor_leaves(batch.args, batch.kwargs))
+                worst[name] = Attribution(executor, self.config.seed + output.batch, inputs)
         self.record.culprits = find_culprits(self.record.outputs, worst, least)
         if self.record.culprits:
             self.record.add_seconds("attribution", time.perf_counter() - started)
@@ -483,10 +482,9 @@ class ExecutorCache:
         if low_batch is not None:
             rules, batch = _for_carried_inputs(rules, low_batch)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
-        tensors, seed = list(carried.inputs), self._config.seed + number
+        seed = self._config.seed + number
         executor = self._executors.find(  # the graph of a path is valid for batches that take it
-            key,
-            lambda known: known.program.traced.path is None or takes_path(known, tensors, carried, seed),
+            key, lambda known: known.program.traced.path is None or takes_path(known, carried, seed)
         )
         if executor is None:
             state = PythonState(self.model)
