@@ -40,7 +40,7 @@ from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Attribution", "Culprit", "find_culprits"]
+__all__ = ["MAX_OUTPUTS", "Attribution", "Culprit"]
 
 _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 MAX_OUTPUTS = 3  # outputs of a batch whose errors are traced back; most share one culprit
@@ -266,22 +266,6 @@ def _is_running_sum(nodes: Collection[fx.Node]) -> bool:
     if any(str(node.target).startswith("aten.cumsum") for node in nodes):
         return True
     return sum(any(source in nodes for source in node.all_input_nodes) for node in nodes) * 2 >= len(nodes)
-
-
-def find_culprits(
-    outputs: Mapping[str, OutputComparison], worst: Mapping[str, Attribution], least: float
-) -> list[Culprit]:
-    """Return the culprits of inaccurate outputs, each in its worst batch; the worst outputs first."""
-    accuracies = {name: comparison.accuracy_db for name, comparison in outputs.items()}
-    wrong = {name: db for name, db in accuracies.items() if db is not None and db < least}
-    batches: dict[int, list[str]] = {}
-    for name in sorted(wrong, key=wrong.__getitem__):
-        batches.setdefault(outputs[name].batch, []).append(name)
-    return [
-        culprit
-        for names in batches.values()
-        for culprit in worst[names[0]].culprits(names[:MAX_OUTPUTS], least)
-    ]
 
 
 class _PartialBackend(Emulated):

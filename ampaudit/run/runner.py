@@ -14,7 +14,7 @@ from torch import fx, nn
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
-from ampaudit.run.attribution import Attribution, find_culprits
+from ampaudit.run.attribution import MAX_OUTPUTS, Attribution
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import guarded, refuse_broken_inputs, refuse_larger_than_memory
@@ -215,22 +215,27 @@ class Runner:
         self.record.buffers |= {update.name: update for update in buffer_updates(call.executor)}
 
     def attribute(self) -> None:
-        """Find where the errors of inaccurate outputs enter."""
-        least = self.config.min_sqnr
-        comparison = self.record.comparison
+        """Find where the errors of inaccurate outputs enter, each in its worst batch, the worst first."""
+        least, comparison = self.config.min_sqnr, self.record.comparison
         if least is None or any(origin.harms for origin in self.record.origins):
             return
         if comparison is not None and comparison.wrong:
             return  # no rounding is to blame
         started = time.perf_counter()
-        worst = dict(self._worst)
-        for name, output in self.record.outputs.items():
-            if output.batch in self._elsewhere:
-                executor, batch = self._elsewhere[output.batch]
+        accuracies = {name: output.accuracy_db for name, output in self.record.outputs.items()}
+        wrong = {name: db for name, db in accuracies.items() if db is not None and db < least}
+        batches: dict[int, list[str]] = {}
+        for name in sorted(wrong, key=wrong.__getitem__):
+            batches.setdefault(self.record.outputs[name].batch, []).append(name)
+        for number, names in batches.items():
+            if number in self._elsewhere:
+                executor, batch = self._elsewhere[number]
                 inputs = CarriedState(tensor_leaves(batch.args, batch.kwargs))
-                worst[name] = Attribution(executor, self.config.seed + output.batch, inputs)
-        self.record.culprits = find_culprits(self.record.outputs, worst, least)
-        if self.record.culprits:
+                attribution = Attribution(executor, self.config.seed + number, inputs)
+            else:
+                attribution = self._worst[names[0]]
+            self.record.culprits += attribution.culprits(names[:MAX_OUTPUTS], least)
+        if batches:
             self.record.add_seconds("attribution", time.perf_counter() - started)
 
     def _fp32_outputs(self, call: BatchRun, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
