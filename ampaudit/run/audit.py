@@ -20,7 +20,7 @@ from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import NextInputs, Recorder, RunConfig, Steps
 from ampaudit.run.device import guarded
 from ampaudit.run.fp32_check import EagerModel, reporting_model_failures
-from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair, SharedReference
+from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair
 from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.program import widened_tensor
 from ampaudit.run.record import RunRecord, StateFault, StepObservation
@@ -205,20 +205,17 @@ def _run_batch(
         runners[0].run(batch, number)
         return
     calls = [runner.prepare(batch, number) for runner in runners]
-    programs = [call.executor.program for call in calls]
-    random = any(step.random for program in programs for step in program.steps)
+    random = any(step.random for call in calls for step in call.executor.program.steps)
     if random or any(runner.recorders for runner in runners):
         for runner, call in zip(runners, calls, strict=True):
             with runner.record.timing("run"):
                 outputs = runner.execute(call, call.meter)
             runner.finish(call, outputs)
         return
-    shared = SharedReference(programs)
     started = time.perf_counter()
     with guarded(config.device, batch), torch.no_grad():
-        states = [call.executor.start(call.tensors) for call in calls]
-        runs = [c.executor.proceed(state, c.meter, shared) for c, state in zip(calls, states, strict=True)]
-        results = Interleaved(runs, shared).advance()
+        runs = [(call.executor, call.executor.start(call.tensors), call.meter) for call in calls]
+        results = Interleaved(runs).advance()
     assert results is not None, "no run stops early"
     seconds = (time.perf_counter() - started) / len(runners)
     for runner, call, pairs in zip(runners, calls, results, strict=True):

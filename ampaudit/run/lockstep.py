@@ -44,7 +44,6 @@ __all__ = [
 
 Pair = tuple[Any, Any]
 MISSING = object()
-SteppedRun = Generator[tuple[Step, ...], None, list[Any]]  # yields each group of steps before it runs
 
 
 class Observer:
@@ -529,10 +528,12 @@ class SharedReference:
 
 
 class Interleaved:
-    """Runs that proceed side by side, group by group, the first one ahead."""
+    """Runs that proceed side by side, group by group, the first one ahead; several share its results."""
 
-    def __init__(self, runs: Sequence[SteppedRun], shared: SharedReference | None) -> None:
-        self._runs, self._shared = runs, shared
+    def __init__(self, runs: Sequence[tuple[LockStep, GraphState, Observer]]) -> None:
+        programs = [executor.program for executor, _, _ in runs]
+        self._shared = SharedReference(programs) if len(runs) > 1 else None
+        self._runs = [executor.proceed(state, observer, self._shared) for executor, state, observer in runs]
         self._results: list[list[Any]] = [[] for _ in runs]
         self._waiting: dict[int, tuple[Step, ...]] = {}
         for index in range(len(runs)):

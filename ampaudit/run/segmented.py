@@ -25,7 +25,7 @@ from ampaudit.core.files import temporary_directory, write_bytes
 from ampaudit.core.session import Progress
 from ampaudit.run.device import guarded, random_state, restore_random_state
 from ampaudit.run.fp32_check import reporting_model_failures
-from ampaudit.run.lockstep import GraphState, Interleaved, LockStep, Pair, SharedReference
+from ampaudit.run.lockstep import GraphState, Interleaved, LockStep, Pair
 from ampaudit.run.meter import Meter
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import RepairingMeter
@@ -379,11 +379,8 @@ class Passage:
 
     def _enter(self, states: list[GraphState]) -> None:
         self._states = states
-        executors = [call.ready.executor for call in self.calls]
-        several = len(executors) > 1
-        shared = SharedReference([executor.program for executor in executors]) if several else None
-        runs = zip(executors, states, self.calls, strict=True)
-        self._runs = Interleaved([e.proceed(state, call.observer, shared) for e, state, call in runs], shared)
+        pairs = zip(self.calls, states, strict=True)
+        self._runs = Interleaved([(call.ready.executor, state, call.observer) for call, state in pairs])
 
 
 def moved_to(state: GraphState, device: torch.device) -> None:

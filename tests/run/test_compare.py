@@ -17,7 +17,7 @@ from ampaudit.audit.scan import scan_policies
 from ampaudit.cli.program import main
 from ampaudit.core.errors import TraceFailed
 from ampaudit.report.model import Report
-from ampaudit.run import audit as audit_module
+from ampaudit.run import lockstep
 from ampaudit.run.backends import Float32Backend
 from ampaudit.run.lockstep import SharedReference
 from ampaudit.source import Batch, ModelSource
@@ -132,7 +132,7 @@ def test_the_reference_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
         calls += type(self) is Float32Backend
         return original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(audit_module, "SharedReference", spy)
+    monkeypatch.setattr(lockstep, "SharedReference", spy)
     monkeypatch.setattr(Float32Backend, "call", count)
     scan_policies(source, ["torch-cuda"], ScanConfig())
     alone, calls = calls, 0
