@@ -169,7 +169,7 @@ class _Segmented:
         self, table: _SegmentTable, segment: int, passage: Passage
     ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
-        passed = self.share.route.passed(passage.name) if self.share.route.keeps else 0
+        passed = self.share.route.passed(passage.name)
         ends = segment == table.count - 1
         if passed > segment and not (ends and passed == table.count):
             return  # done by an earlier process

@@ -224,7 +224,7 @@ def advice_on_scale(
 def _layer(
     layer: str, gradients: Sequence[NamedGradient], form: NumberFormat, scale: float, share: float
 ) -> LayerScales:
-    exponents = _together(gradients)
+    exponents = sum((gradient.stats.exponents for gradient in gradients), Counter[int]())
     total = sum(exponents.values())
     first = max(gradients, key=lambda gradient: gradient.stats.peak)
     fits = (k for k in _SEARCHED if _flushed(exponents, form, 2.0**k) <= share * total)
@@ -240,7 +240,7 @@ def _layer(
 
 
 def _table(gradients: Sequence[NamedGradient], form: NumberFormat) -> tuple[ScaleRow, ...]:
-    exponents = _together(gradients)
+    exponents = sum((gradient.stats.exponents for gradient in gradients), Counter[int]())
     total = sum(exponents.values())
     return tuple(
         ScaleRow(
@@ -250,13 +250,6 @@ def _table(gradients: Sequence[NamedGradient], form: NumberFormat) -> tuple[Scal
         )
         for exponent in TABLE
     )
-
-
-def _together(gradients: Iterable[NamedGradient]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for gradient in gradients:
-        total.update(gradient.stats.exponents)
-    return total
 
 
 def _flushed(exponents: Counter[int], form: NumberFormat, scale: float) -> int:
