@@ -205,8 +205,8 @@ def _run_batch(
         runners[0].run(batch, number)
         return
     calls = [runner.prepare(batch, number) for runner in runners]
-    random = any(step.random for call in calls for step in call.executor.program.steps)
-    if random or any(runner.recorders for runner in runners):
+    draws = any(call.executor.program.draws for call in calls)
+    if draws or any(runner.recorders for runner in runners):
         for runner, call in zip(runners, calls, strict=True):
             with runner.record.timing("run"):
                 outputs = runner.execute(call, call.meter)

@@ -92,7 +92,7 @@ class Fp32Check:
         if place is None:
             # the code is the same: ties may fall either way in FP32 as well, and random numbers may differ
             ties = all(d.agrees or (d.integers and d.problem is None) for d in differences)
-            if ties or any(step.random for step in program.steps):
+            if ties or program.draws:
                 return None
         code.note(differences, place, traced.reads)
         apart = {difference.name for difference in differences if difference.problem is not None}
@@ -111,7 +111,7 @@ class Fp32Check:
         """
         traced = program.traced
         written_names = {node.name for node in program.written}
-        if traced.path is None or any(step.random for step in program.steps):
+        if traced.path is None or program.draws:
             return
         if any(p.slot is Slot.PARAMETER and p.node in written_names for p in traced.placeholders):
             return  # the call would write to the user's parameters

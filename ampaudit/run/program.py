@@ -218,6 +218,11 @@ class Program:
     writers: Mapping[Value, tuple[Value, ...]]
     parameter_free: frozenset[fx.Node]
 
+    @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers."""
+        return any(step.random for step in self.steps)
+
     def memory_after(self) -> dict[Value, list[Memory]]:
         """Return the memory after each write, by the node that writes."""
         memory: dict[Value, list[Memory]] = {}

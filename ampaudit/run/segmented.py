@@ -189,7 +189,7 @@ class _Segmented:
         """Group the calls of a batch that can share one reference."""
         groups: dict[str, list[BatchCall]] = {}
         for call in calls:
-            alone = self.share.route.keeps or call.draws
+            alone = self.share.route.keeps or call.ready.executor.program.draws
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
         return groups.items()
@@ -268,11 +268,6 @@ class BatchCall:
         """The numbers of the batch and of the policy."""
         return self.ready.number, self.policy
 
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(step.random for step in self.ready.executor.program.steps)
-
 
 @dataclass(frozen=True, slots=True)
 class Parking:
@@ -312,7 +307,7 @@ class Passage:
         self._states: list[GraphState] = []
         self._runs: Interleaved | None = None
         self._drawn: torch.Tensor | None = None
-        self._draws = any(call.draws for call in calls)
+        self._draws = any(call.ready.executor.program.draws for call in calls)
 
     @property
     def fresh(self) -> bool:

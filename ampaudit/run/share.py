@@ -27,7 +27,7 @@ RepairMasks = Mapping[int, Mapping[int, frozenset[str]]]  # sites of masks by ba
 
 
 class Route:
-    """The route of batches through the segments; by default, within this process.
+    """How batches pass through the segments of a program: within this process, or from one to the next.
 
     Attributes:
         keeps: Whether states are saved after each segment.
