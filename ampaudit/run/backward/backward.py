@@ -37,7 +37,6 @@ __all__ = [
     "FaultSource",
     "GradientObserver",
     "GradientPair",
-    "Gradients",
 ]
 
 GradientPair = tuple[torch.Tensor, torch.Tensor]
@@ -251,18 +250,17 @@ class GradientObserver:
 
 @dataclass(slots=True)
 class Gradients:
-    """Accumulated gradients by node and output number."""
+    """Accumulated gradients by node and output number; ``backend`` is that of the 16-bit run."""
 
-    pairs: dict[fx.Node, dict[int, GradientPair]] = field(default_factory=dict)
+    backend: Backend
+    pairs: dict[fx.Node, dict[int, GradientPair]]
 
     def take(self, node: fx.Node, count: int) -> list[GradientPair | None]:
         """Return the accumulated gradients of a node's outputs."""
         arrived = self.pairs.pop(node, {})
         return [arrived.get(index) for index in range(count)]
 
-    def add(
-        self, node: fx.Node, index: int, pair: GradientPair, rounding: torch.dtype | None, backend: Backend
-    ) -> None:
+    def add(self, node: fx.Node, index: int, pair: GradientPair, rounding: torch.dtype | None) -> None:
         """Add a share; the sum is rounded to the format."""
         arrived = self.pairs.setdefault(node, {})
         if index not in arrived:
@@ -271,7 +269,7 @@ class Gradients:
         before = arrived[index]
         reference = before[0] + pair[0]
         same = before[0] is before[1] and pair[0] is pair[1]
-        value = reference if same else backend.represent(before[1] + pair[1], rounding)
+        value = reference if same else self.backend.represent(before[1] + pair[1], rounding)
         arrived[index] = (reference, value)
 
 
@@ -295,8 +293,7 @@ class BackwardPass:
 
     def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
         """Run from outputs with known gradients (a loss: the loss scale) to the parameters."""
-        gradients = Gradients()
-        gradients.pairs.update({node: {0: seed} for node, seed in seeds.items()})
+        gradients = Gradients(self.backend, {node: {0: seed} for node, seed in seeds.items()})
         self._custom = CustomBackwardRun(self.customs, self.tape)
         for entry in reversed(self.tape.steps):
             self._step(entry, gradients, observer)
@@ -319,12 +316,12 @@ class BackwardPass:
             assert isinstance(index, int)
             assert pair is not None
             pair = self._completed(node, entry.step.dtypes[0], pair, observer)
-            gradients.add(source, index, pair, entry.step.dtypes[0], self.backend)
+            gradients.add(source, index, pair, entry.step.dtypes[0])
             return
         out = self._complete(node, arrived, observer)
         for used, share in self._products(entry, out):
             pair = (share[0], observer.observe_share(entry.step, used, share))
-            gradients.add(used, 0, pair, self.dtypes[used][0], self.backend)
+            gradients.add(used, 0, pair, self.dtypes[used][0])
 
     def _complete(
         self, node: fx.Node, arrived: list[GradientPair | None], observer: GradientObserver
@@ -358,7 +355,7 @@ class BackwardPass:
             if share.node in self.tape.needed:
                 stored = self._as_stored(share)
                 pair = (stored[0], observer.observe_share(entry.step, share.node, stored, share.fault))
-                gradients.add(share.node, 0, pair, self.dtypes[share.node][0], self.backend)
+                gradients.add(share.node, 0, pair, self.dtypes[share.node][0])
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
         """Cast a gradient to the dtype of its value, as autograd does."""
