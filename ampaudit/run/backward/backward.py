@@ -293,20 +293,21 @@ class BackwardPass:
 
     def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
         """Run from outputs with known gradients (a loss: the loss scale) to the parameters."""
-        gradients = Gradients(self.backend, {node: {0: seed} for node, seed in seeds.items()})
+        self._observer = observer
+        self._gradients = Gradients(self.backend, {node: {0: seed} for node, seed in seeds.items()})
         self._custom = CustomBackwardRun(self.customs, self.tape)
         for entry in reversed(self.tape.steps):
-            self._step(entry, gradients, observer)
-        for node in list(gradients.pairs):
-            self._complete(node, gradients.take(node, 1), observer)
+            self._step(entry)
+        for node in list(self._gradients.pairs):
+            self._complete(node, self._gradients.take(node, 1))
 
-    def _step(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
+    def _step(self, entry: TapeEntry) -> None:
         node = entry.step.node
         if is_mark(entry.step.target):
             if entry.step.target is FUNCTION_OUTPUTS:
-                self._through_function(entry, gradients, observer)
+                self._through_function(entry)
             return
-        arrived = gradients.take(node, len(entry.step.dtypes))
+        arrived = self._gradients.take(node, len(entry.step.dtypes))
         if not any(arrived):
             return
         if entry.step.target is operator.getitem:
@@ -315,47 +316,42 @@ class BackwardPass:
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
             assert pair is not None
-            pair = self._completed(node, entry.step.dtypes[0], pair, observer)
-            gradients.add(source, index, pair, entry.step.dtypes[0])
+            pair = self._completed(node, entry.step.dtypes[0], pair)
+            self._gradients.add(source, index, pair, entry.step.dtypes[0])
             return
-        out = self._complete(node, arrived, observer)
+        out = self._complete(node, arrived)
         for used, share in self._products(entry, out):
-            pair = (share[0], observer.observe_share(entry.step, used, share))
-            gradients.add(used, 0, pair, self.dtypes[used][0])
+            pair = (share[0], self._observer.observe_share(entry.step, used, share))
+            self._gradients.add(used, 0, pair, self.dtypes[used][0])
 
-    def _complete(
-        self, node: fx.Node, arrived: list[GradientPair | None], observer: GradientObserver
-    ) -> list[GradientPair | None]:
+    def _complete(self, node: fx.Node, arrived: list[GradientPair | None]) -> list[GradientPair | None]:
         if len(arrived) > 1:  # each was observed at its getitem
             return arrived
         return [
-            None if pair is None else self._completed(node, dtype, pair, observer)
+            None if pair is None else self._completed(node, dtype, pair)
             for pair, dtype in zip(arrived, self.dtypes[node], strict=True)
         ]
 
-    def _completed(
-        self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, observer: GradientObserver
-    ) -> GradientPair:
-        pair = (pair[0], observer.observe_sum(node, pair))
+    def _completed(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> GradientPair:
+        pair = (pair[0], self._observer.observe_sum(node, pair))
         for step, number in self._custom.hooks.get(node, ()):
             for share in self._custom.run(number, [pair]):
                 stored = self._as_stored(share)
-                pair = (stored[0], observer.observe_share(step, node, stored, share.fault))
-        return pair[0], observer.observe_total(node, dtype, pair)
+                pair = (stored[0], self._observer.observe_share(step, node, stored, share.fault))
+        return pair[0], self._observer.observe_total(node, dtype, pair)
 
-    def _through_function(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
+    def _through_function(self, entry: TapeEntry) -> None:
         """Compute the gradients of a custom function's inputs with its own backward."""
         out = [
-            self._complete(node, gradients.take(node, 1), observer)[0]
-            for node in marked_values(entry.step.node)
+            self._complete(node, self._gradients.take(node, 1))[0] for node in marked_values(entry.step.node)
         ]
         if not any(out):
             return
         for share in self._custom.run(mark_number(entry.step.node), out):
             if share.node in self.tape.needed:
                 stored = self._as_stored(share)
-                pair = (stored[0], observer.observe_share(entry.step, share.node, stored, share.fault))
-                gradients.add(share.node, 0, pair, self.dtypes[share.node][0])
+                pair = (stored[0], self._observer.observe_share(entry.step, share.node, stored, share.fault))
+                self._gradients.add(share.node, 0, pair, self.dtypes[share.node][0])
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
         """Cast a gradient to the dtype of its value, as autograd does."""
