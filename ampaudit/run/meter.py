@@ -91,7 +91,7 @@ class Meter(Observer):
 
     deferred = False
 
-    def __init__(self, number_format: NumberFormat, backend: Backend, local: bool = True) -> None:
+    def __init__(self, number_format: NumberFormat, backend: Backend, local: bool) -> None:
         self.samples = Samples(number_format.min_normal)
         self.path = PathValues()
         self._near = number_format.max / 2

@@ -69,7 +69,6 @@ class CustomBackwards:
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
-        self.reference = Float32Backend()
         self.backwards = {custom.number: custom for custom in program.traced.custom_backwards}
         self.untraced: dict[int, tuple[str, str]] = {}
         self.executors = {
