@@ -272,9 +272,35 @@ class LockStep:
                 if self.program.traced.path is None:
                     result = self.backend.call(step, call.args, call.kwargs)
                 else:
-                    call, result = call_on_path(step, call, reference, self._reference, self.backend)
+                    call, result = self._call_on_path(step, call, reference)
             value = self._unaliased(step, call, result)
         return reference, observer.observe(step, reference, value, call)
+
+    def _call_on_path(self, step: Step, call: StepCall, reference: Any) -> tuple[StepCall, Any]:
+        """Call a step in 16 bits, with FP32's choices where its own would change the sizes in the graph."""
+        sizes = "sizes that do not fit"
+        with contextlib.suppress(RuntimeError, IndexError):
+            result = self.backend.call(step, call.args, call.kwargs)
+            if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
+                return call, result
+            sizes = shape_of(result)
+        inputs = {
+            node: (pair[0], pair[0]) if isinstance(pair[1], torch.Tensor) and not inexact(pair[1]) else pair
+            for node, pair in call.inputs.items()
+        }
+        call = StepCall(inputs, step, self._reference, self.backend, computed_once=False)
+        call.resized = sizes
+        result = self.backend.call(step, call.args, call.kwargs)
+        if _shapes(reference) == _shapes(result):
+            return call, result
+        # as the 16-bit run represents the reference's result
+        if isinstance(reference, torch.Tensor):
+            return call, self.backend.represent(reference, step.dtypes[0])
+        items = [
+            self.backend.represent(item, dtype) if isinstance(item, torch.Tensor) else item
+            for item, dtype in zip(reference, step.dtypes, strict=True)
+        ]
+        return call, type(reference)(items)
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Copy casts that are later written to, since a cast to float32 returns its own input."""
@@ -419,28 +445,6 @@ class MasterWeights:
             self._release(tensor)
 
 
-def call_on_path(
-    step: Step, call: StepCall, reference: Any, float32: Float32Backend, backend: Backend
-) -> tuple[StepCall, Any]:
-    """Call a step in 16 bits, with FP32's choices where its own would change the sizes in the graph."""
-    sizes = "sizes that do not fit"
-    with contextlib.suppress(RuntimeError, IndexError):
-        result = backend.call(step, call.args, call.kwargs)
-        if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
-            return call, result
-        sizes = shape_of(result)
-    inputs = {
-        node: (pair[0], pair[0]) if isinstance(pair[1], torch.Tensor) and not inexact(pair[1]) else pair
-        for node, pair in call.inputs.items()
-    }
-    call = StepCall(inputs, step, float32, backend, computed_once=False)
-    call.resized = sizes
-    result = backend.call(step, call.args, call.kwargs)
-    if _shapes(reference) != _shapes(result):
-        result = _represented(backend, step, reference)
-    return call, result
-
-
 def _shapes(result: Any) -> list[Any]:
     return [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(result)]
 
@@ -449,16 +453,6 @@ def shape_of(result: Any) -> str:
     """Return the sizes of an op's (first) result, such as ``3x16``."""
     shape = next((leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)), ())
     return "x".join(map(str, shape)) or "one value"
-
-
-def _represented(backend: Backend, step: Step, reference: Any) -> Any:
-    """Return the reference's result of a step as the 16-bit run represents it."""
-    if isinstance(reference, torch.Tensor):
-        return backend.represent(reference, step.dtypes[0])
-    pairs = zip(reference, step.dtypes, strict=True)
-    return type(reference)(
-        backend.represent(item, dtype) if isinstance(item, torch.Tensor) else item for item, dtype in pairs
-    )
 
 
 @dataclass(slots=True)

@@ -136,10 +136,14 @@ class DifferentiableBackend(Float32Backend):
         if str(step.target) in DETACH_OPS:
             return torch.ops.aten.alias.default(args[0])
         if step.target is torch.ops.aten.batch_norm.default:
-            x, weight, bias, mean, variance, training, *_ = args
+            x, weight, bias, mean, variance, training, _, eps, *_ = args
             if training:  # running statistics are only written to
                 return step.target(x, weight, bias, None, None, *args[5:], **kwargs)
-            return _normalized(x, weight, bias, mean, variance, args[7])
+            # by ops, so that autograd differentiates by running statistics as well
+            shape = (1, -1, *[1] * (x.dim() - 2))
+            result = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + eps)
+            result = result if weight is None else result * weight.view(shape)
+            return result if bias is None else result + bias.view(shape)
         try:
             return super().differentiable(step, args, kwargs)
         except RuntimeError as error:
@@ -167,21 +171,6 @@ def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             leaves[index] = detached[index]
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     return op(*args, **kwargs)
-
-
-def _normalized(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Compute a batch norm with running statistics so that autograd differentiates by these as well."""
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    result = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + eps)
-    result = result if weight is None else result * weight.view(shape)
-    return result if bias is None else result + bias.view(shape)
 
 
 @dataclass(slots=True)
