@@ -17,8 +17,10 @@ from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
+from ampaudit.trace import TraceConfig
 from ampaudit.trace.converted import Release
 from ampaudit.trace.op_calls import Edit
+from ampaudit.trace.path.recorder import PathTracing
 
 __all__ = ["KeepOutputs", "NextInputs", "Recorder", "RunConfig", "Steps"]
 
@@ -120,6 +122,21 @@ class RunConfig:
     def trains(self) -> bool:
         """Whether gradients of a loss are audited."""
         return self.loss_scale is not None
+
+    def trace_config(
+        self, rules: RuleSet, author_rules: RuleSet, number: int, path: PathTracing
+    ) -> TraceConfig:
+        """Return how to trace the model for the call of a number under some rules."""
+        return TraceConfig(
+            rules,
+            author_rules,
+            self.number_format,
+            edits=self.edits,
+            differentiated=self.trains,
+            seed=self.seed + number,
+            follow_backward=self.trains or None,
+            path=path,
+        )
 
     def call_name(self, number: int) -> str:
         """Return the name of a call, such as ``batch 3``, ``step 2`` or ``step 2 of batch 1``."""

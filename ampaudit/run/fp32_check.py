@@ -21,7 +21,7 @@ from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
 from ampaudit.run.record import OutputDifference, RunRecord
 from ampaudit.source.interface import Batch
-from ampaudit.trace import TraceConfig, TracedModel, trace
+from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import CodeDifference, Release, first_difference
 from ampaudit.trace.entry import flatten_outputs, restored
@@ -154,22 +154,10 @@ class Fp32Check:
         if id(traced) not in self._places:
             config = self._config
             uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
+            path = PathTracing.OFF if traced.path is None else PathTracing.ON
+            settings = config.trace_config(uncast, uncast, number, path)
             try:
-                fp32 = trace(
-                    model,
-                    batch.args,
-                    batch.kwargs,
-                    TraceConfig(
-                        uncast,
-                        uncast,
-                        config.number_format,
-                        edits=config.edits,
-                        differentiated=config.trains,
-                        seed=config.seed + number,
-                        follow_backward=config.trains or None,
-                        path=PathTracing.OFF if traced.path is None else PathTracing.ON,
-                    ),
-                )
+                fp32 = trace(model, batch.args, batch.kwargs, settings)
             except AuditError:
                 self._record.code.untraced = True
                 self._places[id(traced)] = traced, None

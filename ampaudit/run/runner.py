@@ -6,7 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
@@ -27,7 +27,7 @@ from ampaudit.run.program import Program, Step, compile_program, widened_tensor
 from ampaudit.run.propagation import FaultPropagation, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
-from ampaudit.trace import Site, TraceConfig, trace
+from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, Release, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
@@ -505,24 +505,10 @@ class ExecutorCache:
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
         sites = tuple(self.sites.values())
-        traced = trace(
-            self.model,
-            batch.args,
-            batch.kwargs,
-            TraceConfig(
-                rules,
-                author_rules,
-                config.number_format,
-                measured=config.measured,
-                edits=config.edits,
-                differentiated=config.trains,
-                seed=config.seed + number,
-                follow_backward=config.trains or None,
-                path=self._path,
-                known=sites,
-                values=GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}),
-            ),
-        )
+        values = GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()})
+        settings = config.trace_config(rules, author_rules, number, self._path)
+        settings = replace(settings, measured=config.measured, known=sites, values=values)
+        traced = trace(self.model, batch.args, batch.kwargs, settings)
         if traced.path is not None:
             self._path = PathTracing.ON  # skip the general trace from now on
             traced = with_known_casts(traced, sites)
