@@ -58,6 +58,7 @@ EXPONENT_OFFSET = 127
 ROUNDINGS = 32
 _BINS = 256
 _TRANSPARENT_ROLES = (Role.VIEW, Role.SELECT)
+Name = tuple[str, bool]  # of a gradient: its site or parameter, and whether it is a parameter's
 
 
 class GradientAudit(Recorder):
@@ -188,8 +189,8 @@ class GradientNames:
         self.sites = sites
         self._parameters = {place.node: place.name for place in placeholders}
 
-    def of(self, node: fx.Node) -> tuple[str, bool] | None:
-        """Return the name, and whether it is a parameter's; ``None`` for ops that do not compute values."""
+    def of(self, node: fx.Node) -> Name | None:
+        """Return the name of a node's gradient; ``None`` for ops that do not compute values."""
         if node.name in self._parameters:
             return self._parameters[node.name], True
         site = self.sites.get(node.name)
@@ -220,7 +221,7 @@ class GradientNames:
         users = (self.sites.get(user.name) for user in node.users)
         return next((site.id for site in users if site is not None), SiteId(name))
 
-    def name_or_source(self, node: fx.Node) -> tuple[str, bool]:
+    def name_or_source(self, node: fx.Node) -> Name:
         """Return the name of a node or, for ops that do not compute values, of their source."""
         while (name := self.of(node)) is None:
             site, sources = self.sites.get(node.name), node.all_input_nodes
@@ -244,7 +245,7 @@ class MeasuringObserver(GradientObserver):
         name = self._names.of(of) if is_mark(step.target) or _adds(step.node, of) else None
         source = self._names.of(marked_values(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:
-            self.meter.sums(*name, source[0])
+            self.meter.sums(name, source[0])
         return pair[1]
 
     def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
@@ -253,9 +254,7 @@ class MeasuringObserver(GradientObserver):
         if name is not None:
             site = self._names.sites.get(node.name)
             keep = site is not None and site.role is Role.WEIGHT_CAST
-            self.meter.add(
-                name[0], *pair, parameter=name[1], low_precision=dtype in LOW_PRECISION_DTYPES, keep=keep
-            )
+            self.meter.add(name, *pair, low_precision=dtype in LOW_PRECISION_DTYPES, keep=keep)
         return pair[1]
 
 
@@ -333,7 +332,7 @@ class RepairingObserver(GradientObserver):
         self._beyond.add(of)
         bad = int(wrong.sum())
         nan = int((pair[1].isnan() & wrong).sum())
-        self.inner.meter.wrong(*self.names.name_or_source(of), infinite=bad - nan, nan=nan)
+        self.inner.meter.wrong(self.names.name_or_source(of), infinite=bad - nan, nan=nan)
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
         return self.represent(pair[0].clamp(-self.limit, self.limit), of).to(pair[1].dtype)
@@ -391,8 +390,7 @@ _Measured = tuple[list[float] | torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    name: str
-    parameter: bool
+    name: Name
     low_precision: bool
     fields: list[float] | torch.Tensor
     counts: torch.Tensor
@@ -415,25 +413,18 @@ class GradientMeter:
         self._exponent = exponent - 1 if mantissa == 0.5 else None
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor, _Measured]] = {}
         self._rows: list[_Row] = []
-        self._sums: list[tuple[str, bool, str]] = []
-        self._cancelled: set[tuple[str, bool]] = set()
-        self._wrong: dict[tuple[str, bool], tuple[int, int]] = {}
+        self._sums: list[tuple[Name, str]] = []
+        self._cancelled: set[Name] = set()
+        self._wrong: dict[Name, tuple[int, int]] = {}
         self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
         self.unpaired: dict[str, None] = {}
 
     def add(
-        self,
-        name: str,
-        reference: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        parameter: bool,
-        low_precision: bool,
-        keep: bool = False,
+        self, name: Name, reference: torch.Tensor, value: torch.Tensor, *, low_precision: bool, keep: bool
     ) -> None:
         """Measure one gradient; with ``keep``, its results are reused for the parameter behind a cast."""
         if reference.shape != value.shape:
-            self.unpaired[name] = None
+            self.unpaired[name[0]] = None
             return
         if value.numel() == 0:
             return
@@ -446,7 +437,7 @@ class GradientMeter:
             measured = earlier[2]
         if keep:
             self._known[id(value)] = reference, value, measured
-        self._rows.append(_Row(name, parameter, low_precision, *measured, value.numel()))
+        self._rows.append(_Row(name, low_precision, *measured, value.numel()))
 
     def _measured(self, first: torch.Tensor, second: torch.Tensor) -> _Measured:
         on_cpu = first.device.type == "cpu"
@@ -458,14 +449,14 @@ class GradientMeter:
         flushed = ((second == 0) & (first != 0)).sum()
         return fields, torch.cat([exponent_counts(first.float()), flushed.reshape(1)])
 
-    def sums(self, name: str, parameter: bool, source: str) -> None:
+    def sums(self, name: Name, source: str) -> None:
         """Record that a gradient is the sum of a site's gradient, perhaps over rows."""
-        self._sums.append((name, parameter, source))
+        self._sums.append((name, source))
 
-    def wrong(self, name: str, parameter: bool, *, infinite: int, nan: int) -> None:
+    def wrong(self, name: Name, *, infinite: int, nan: int) -> None:
         """Count elements that are repaired before they are measured."""
-        before = self._wrong.get((name, parameter), (0, 0))
-        self._wrong[name, parameter] = before[0] + infinite, before[1] + nan
+        before = self._wrong.get(name, (0, 0))
+        self._wrong[name] = before[0] + infinite, before[1] + nan
 
     def finish(self) -> None:
         """Fetch everything from the device at once."""
@@ -480,18 +471,18 @@ class GradientMeter:
 
     def _find_cancelled(self) -> None:
         """Find gradients that are sums and in FP32 no larger than the rounding errors of their terms."""
-        by_name = {(row.name, row.parameter): (row.elements, fields) for row, fields, _ in self._fetched}
-        noise: dict[tuple[str, bool], float] = {}
-        for name, parameter, source in self._sums:
-            key, source_key = (name, parameter), (source, False)
-            if source_key not in by_name or key not in by_name:
+        by_name = {row.name: (row.elements, fields) for row, fields, _ in self._fetched}
+        noise: dict[Name, float] = {}
+        for name, source in self._sums:
+            source_name = (source, False)
+            if source_name not in by_name or name not in by_name:
                 continue
-            (elements, terms), (length, fields) = by_name[source_key], by_name[key]
+            (elements, terms), (length, fields) = by_name[source_name], by_name[name]
             rows, rms = elements / length, math.sqrt(terms["ref_sq"] / elements)
-            least = rows * max(ROUNDINGS * 2.0**-24 * rms, noise.get(source_key, 0.0))
-            noise[key] = max(noise.get(key, 0.0), least)
-            if fields["ref_peak"] <= noise[key]:
-                self._cancelled.add(key)
+            least = rows * max(ROUNDINGS * 2.0**-24 * rms, noise.get(source_name, 0.0))
+            noise[name] = max(noise.get(name, 0.0), least)
+            if fields["ref_peak"] <= noise[name]:
+                self._cancelled.add(name)
 
     @property
     def broken(self) -> bool:
@@ -501,13 +492,15 @@ class GradientMeter:
     @property
     def broken_reference(self) -> list[str]:
         """The parameters whose FP32 gradient is inf or NaN."""
-        return [row.name for row, fields, _ in self._fetched if row.parameter and fields["ref_bad"] > 0]
+        rows = ((row.name, fields) for row, fields, _ in self._fetched)
+        return [name for (name, is_parameter), fields in rows if is_parameter and fields["ref_bad"] > 0]
 
     def into(self, record: GradientRecord) -> None:
         """Merge the measurements into a record."""
         for row, fields, counts in self._fetched:
-            table: dict[Any, GradientStats] = record.parameters if row.parameter else record.sites
-            stats = table.setdefault(row.name, GradientStats(row.low_precision))
+            name, is_parameter = row.name
+            table: dict[Any, GradientStats] = record.parameters if is_parameter else record.sites
+            stats = table.setdefault(name, GradientStats(row.low_precision))
             stats.values.merge(fields, row.elements)
             *bins, flushed = counts
             stats.flushed += flushed
@@ -517,7 +510,7 @@ class GradientMeter:
             )
             if math.isfinite(fields["ref_peak"]):
                 stats.peak = max(stats.peak, fields["ref_peak"] / self._scale)
-            infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
+            infinite, nan = self._wrong.pop(row.name, (0, 0))
             stats.values.pos_inf += infinite
             stats.values.nan += nan
-            stats.cancelled |= (row.name, row.parameter) in self._cancelled
+            stats.cancelled |= row.name in self._cancelled
