@@ -240,10 +240,9 @@ class State:
             stepped = "" if phase is Phase.FRESH else self.life.stepped
         self.life = Life(phase, update, scaler, stepped)
 
-    def stages(self, scaler: str | None = None) -> list[Stage | Perhaps]:
+    def stages(self, *scaler: str) -> list[Stage | Perhaps]:
         """Return the stages of the optimizers of a scaler, or of all; ``PERHAPS`` stands for any."""
-        facts = self.matching(STAGE) if scaler is None else self.matching(STAGE, scaler)
-        return [stage for _, stage in facts if stage is not None]
+        return [stage for _, stage in self.matching(STAGE, *scaler) if stage is not None]
 
     @property
     def is_unscaled(self) -> bool:
@@ -340,19 +339,15 @@ def join(one: State | None, other: State | None) -> State | None:
         return one if other is None else other
     left, right = one.facts, other.facts
     facts: dict[FactKey, Any] = {}
-    for key, fact in left.items():
-        second = right.get(key)
+    for key in left | right:
+        fact, second = left.get(key), right.get(key)
         equal = second is fact or second == fact
         facts[key] = fact if equal else (fact or second) if key[0] is HALVED_IN_LOOP else PERHAPS
-    for key, fact in right.items():
-        if key not in left:
-            facts[key] = fact if fact is None or key[0] is HALVED_IN_LOOP else PERHAPS
-    scopes: dict[Scope, dict[str, Value]] = {}
+    scopes = {**other.scopes, **one.scopes}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)
-        scopes[scope] = names if others is names else _join_names(names, others)
-    for scope, names in other.scopes.items():
-        scopes.setdefault(scope, names)
+        if others is not names:
+            scopes[scope] = _join_names(names, others)
     one.share()  # neither may write to what the joined state has of them
     other.share()
     life = one.life if one.life == other.life else Life()
