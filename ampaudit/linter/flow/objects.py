@@ -372,7 +372,7 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     models = parameters.models if isinstance(parameters, Parameters) and not parameters.is_copy else None
     if isinstance(parameters, Model):  # of which timm takes the parameters
         models = frozenset({parameters.key})
-    optimizer = Optimizer(key_of(node) + interpreter.call_path, node, name, models)
+    optimizer = Optimizer(key_of(node) + interpreter.call_path, name, models)
     interpreter.record(OptimizerMade, node, optimizer, arguments)
     if models:
         interpreter.models_by_optimizer[optimizer.key] = models

@@ -235,7 +235,6 @@ class Optimizer:
     """
 
     key: str
-    node: ast.AST | None = None
     class_name: str = ""
     models: frozenset[str] | None = None
     one_of_several: bool = False
