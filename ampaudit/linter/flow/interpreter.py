@@ -49,7 +49,6 @@ __all__ = [
     "Interpreter",
     "LintRule",
     "ProgramPoint",
-    "RulesBySubject",
     "StepLimitReached",
 ]
 
@@ -84,7 +83,6 @@ class LintRule:
 
 P = ParamSpec("P")
 EventKind: TypeAlias = Callable[Concatenate[ast.AST, tuple[Guard, ...], "ast.stmt | None", P], Event]
-RulesBySubject: TypeAlias = Mapping[type, Sequence[LintRule]]
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
@@ -151,7 +149,11 @@ class Interpreter:
     """
 
     def __init__(
-        self, linked: LinkedScript, handlers: Handlers, imported: Mapping[str, Value], rules: RulesBySubject
+        self,
+        linked: LinkedScript,
+        handlers: Handlers,
+        imported: Mapping[str, Value],
+        rules: Mapping[type, Sequence[LintRule]],
     ) -> None:
         self.linked, self.handlers, self.imported, self.rules = linked, handlers, imported, rules
         self.point = ProgramPoint(linked.main)

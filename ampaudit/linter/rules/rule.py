@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ampaudit.linter.diagnostic import Mistake
-from ampaudit.linter.flow.interpreter import Interpreter, LintRule, RulesBySubject
+from ampaudit.linter.flow.interpreter import Interpreter, LintRule
 
 __all__ = ["RULES", "rule"]
 
 R = TypeVar("R", bound=Callable[[Interpreter, Any], Iterator[Mistake]])
-_by_subject: dict[type, list[LintRule]] = {}
-RULES: RulesBySubject = _by_subject
+RULES: dict[type, list[LintRule]] = {}  # by what they listen to
 
 
 def rule(code: str, *subjects: type, of_dtypes: bool = False) -> Callable[[R], R]:
@@ -24,13 +23,12 @@ def rule(code: str, *subjects: type, of_dtypes: bool = False) -> Callable[[R], R
         code: Code of the mistakes.
         *subjects: Events to listen to, or one of ``EntryPointFollowed``, ``BranchesFollowed``,
             ``ClassFollowed`` and ``ScriptFollowed``, which end the analysis of a part of the script.
-        of_dtypes: Whether the rule is about dtypes, and not about a scaler or a loop: then it also speaks
-            where a framework runs the code, and is as certain as the class of the model.
+        of_dtypes: Whether the rule is about dtypes, as in ``LintRule``.
     """
 
     def register(check: R) -> R:
         for subject in subjects:
-            _by_subject.setdefault(subject, []).append(LintRule(code, check, of_dtypes))
+            RULES.setdefault(subject, []).append(LintRule(code, check, of_dtypes))
         return check
 
     return register
