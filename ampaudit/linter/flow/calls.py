@@ -432,8 +432,7 @@ def call_loss_function(
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
     record_loss(interpreter, node, tensor_arguments)
-    operands = (arguments.first, *arguments.all())
-    interpreter.judge(interpreter.event(LossCalled, node, loss, operands, interpreter.autocast))
+    interpreter.judge(interpreter.event(LossCalled, node, loss, arguments.first, interpreter.autocast))
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None

@@ -376,10 +376,13 @@ class NumberRead(Event):
 
 @dataclass(frozen=True, slots=True)
 class OpEvaluated(Event):
-    """A call of an op of torch, by its function's dotted name also where it is a method or an operator."""
+    """A call of an op of torch, by its function's dotted name also where it is a method or an operator.
+
+    Of its operands, it has those that are tensors.
+    """
 
     path: str
-    operands: tuple[Value, ...]
+    tensors: tuple[Tensor, ...]
     autocast: Autocast
 
     @property
@@ -387,18 +390,13 @@ class OpEvaluated(Event):
         """The name of the op, without its module."""
         return self.path.rpartition(".")[2]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The operands that are tensors."""
-        return [value for value in self.operands if isinstance(value, Tensor)]
-
 
 @dataclass(frozen=True, slots=True)
 class LossCalled(Event):
-    """A call of a loss function of torch."""
+    """A call of a loss function of torch; ``outputs`` are those of the model, its first operand."""
 
     loss: LossFunction
-    operands: tuple[Value, ...]
+    outputs: Value
     autocast: Autocast
 
 

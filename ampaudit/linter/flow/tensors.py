@@ -97,7 +97,8 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op; there are too many of them to record."""
-    interpreter.judge(interpreter.event(OpEvaluated, node, path, tuple(operands), interpreter.autocast))
+    tensors = tuple(value for value in operands if isinstance(value, Tensor))
+    interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:

@@ -32,9 +32,9 @@ def _probabilities(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
         return
     if autocast.conditional and _is_off_by_default(flow, autocast.node):
         return
-    first = event.operands[0] if event.operands else None
+    outputs = event.outputs
     argument = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    direct = isinstance(first, Tensor) and first.sigmoid is argument and isinstance(argument, ast.Call)
+    direct = isinstance(outputs, Tensor) and outputs.sigmoid is argument and isinstance(argument, ast.Call)
     yield Mistake(
         node,
         "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
@@ -53,13 +53,13 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
 
 @rule("AMP854", LossCalled, of_dtypes=True)
 def _loss_outside(_: Interpreter, event: LossCalled) -> Iterator[Mistake]:
-    first = event.operands[0] if event.operands else None
+    outputs = event.outputs
     is_probable = event.loss.name in ("BCELoss", "binary_cross_entropy") and event.autocast.enabled is True
-    if event.autocast.enabled is False and isinstance(first, Tensor) and first.cast and not is_probable:
+    if event.autocast.enabled is False and isinstance(outputs, Tensor) and outputs.cast and not is_probable:
         yield Mistake(
             event.node,
-            f"the model's output is {first.cast} under autocast, and this loss, "
-            f"computed outside, stays in {first.cast}",
+            f"the model's output is {outputs.cast} under autocast, and this loss, "
+            f"computed outside, stays in {outputs.cast}",
             "move the loss into the autocast block, or pass it output.float()",
         )
 
