@@ -39,7 +39,7 @@ from ampaudit.linter.flow.state import (
     item_of,
     join_items,
 )
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     FRAMEWORKS,
@@ -399,7 +399,7 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
 
 def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
     """Interpret ``GradScaler(...)`` and the assignment to a name."""
-    expression = arguments.expression(99, "enabled")
+    expression = keyword_value(node, "enabled")
     enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
     statement = interpreter.statement
     target = (

@@ -134,9 +134,9 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
 
 def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
     """Return whether an index is a tensor, such as a mask; slices and numbers copy, and convert."""
-    return isinstance(index, ast.Call | ast.Compare | ast.Name) and (
-        isinstance(index, ast.Compare) or isinstance(interpreter.evaluate(index), Tensor)
-    )
+    if isinstance(index, ast.Call | ast.Name):
+        return isinstance(interpreter.evaluate(index), Tensor)
+    return isinstance(index, ast.Compare)
 
 
 def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:
@@ -207,8 +207,6 @@ def _try(interpreter: Interpreter, node: ast.Try) -> None:
     ends = [interpreter.path_state]
     for handler in node.handlers:
         interpreter.path_state = join(before.copy(), after.copy() if after is not None else None)
-        if interpreter.path_state is None:
-            continue
         if handler.name:
             interpreter.state.bind(interpreter.frame, handler.name, UNKNOWN)
         with interpreter.entered(interpreter.point.inside("if", handler)):

@@ -52,16 +52,12 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 @rule("AMP860", ScriptFollowed, of_dtypes=True)
 def _unfit_masks(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
-    yield from _mistakes("AMP860", flow)
+    yield from (item for item in _unfit_numbers(flow) if item.code == "AMP860")
 
 
 @rule("AMP861", ScriptFollowed, of_dtypes=True)
 def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
-    yield from _mistakes("AMP861", flow)
-
-
-def _mistakes(code: str, flow: Interpreter) -> Iterator[Mistake]:
-    yield from (item for item in _unfit_numbers(flow) if item.code == code)
+    yield from (item for item in _unfit_numbers(flow) if item.code == "AMP861")
 
 
 @lru_cache(maxsize=1)
@@ -341,17 +337,17 @@ class ConstantFinder:
                 yield self._eps_diagnostic(value)
 
     def _check_clamp(self, node: ast.Call) -> Iterator[UnfitNumber]:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
+        names = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip")
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in names:
             return
-        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+        receiver = node.func.value
         if dotted_name(receiver) == "torch":
             receiver = node.args[0] if node.args else node
         values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
         for value in values:
             if self._rounds_to_zero(value) and not _is_float32(receiver):
                 yield self._eps_diagnostic(value)
-        largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
+        largest = node.args[-1:] if len(node.args) > 1 else []
         dtype = "bfloat16" if position_of(node) in self.bfloat16 else "float16"
         limit, below, most = _BELOW_ONE[dtype]
         for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
@@ -374,7 +370,7 @@ def _half_layers(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistak
     for event in of_type(followed.events, HalfLayer):
         yield Mistake(
             event.node,
-            f"these parameters are float16, and the scaler at line {position_of(steps[0].node)[0]} cannot "
+            f"these parameters are float16, and the scaler at line {line_of(steps[0].node)} cannot "
             "unscale float16 gradients",
             "make the layer in float32 and let autocast choose the dtype of each op",
             certainty=Certainty.LIKELY,
