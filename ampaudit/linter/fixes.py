@@ -92,15 +92,6 @@ def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
     return cst.RemoveFromParent() if len(original.body) == 1 else node
 
 
-def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
-    remaining = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
-    if len(remaining) == len(node.args):
-        return node
-    if remaining and node.args[-1] is not remaining[-1]:
-        remaining[-1] = remaining[-1].with_changes(comma=node.args[-1].comma)
-    return node.with_changes(args=remaining)
-
-
 def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
     name, value = fix.details
     last = original.func.attr if isinstance(original.func, cst.Attribute) else original.func
@@ -184,7 +175,6 @@ _CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], N
     "insert before": (cst.SimpleStatementLine, _insert_before),
     "insert after": (cst.SimpleStatementLine, _insert_after),
     "remove statement": (cst.SimpleStatementLine, _remove_statement),
-    "remove keyword": (cst.Call, _remove_keyword),
     "set keyword": (cst.Call, _set_keyword),
     "with logits": (cst.Call, _with_logits),
     "replace": (cst.UnaryOperation | cst.Float | cst.Integer | cst.Name, _replace),
