@@ -90,7 +90,11 @@ def inline_call(
             interpreter.enter(interpreter.evaluate(decorator))
         interpreter.execute(info.node.body)
         value = _join_returns(interpreter, entry)
-        _drop_names(interpreter)
+        state = interpreter.state
+        values = state.scopes.get(number, {}).values()
+        # a function that is defined in this one may need its names later
+        if not any(isinstance(one, Function) and one.frame > 0 for one in values):
+            state.drop_scope(number)
     return value
 
 
@@ -104,14 +108,6 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
     expressions = {k.arg: k.value for k in node.keywords if k.arg is not None}
     expressions |= dict(zip(names, node.args, strict=False))
     return {name: dotted_name(value) for name, value in expressions.items()}
-
-
-def _drop_names(interpreter: Interpreter) -> None:
-    """Drop the names of a function that returns, unless a function defined in it may need them."""
-    state, frame = interpreter.path_state, interpreter.frame
-    values = state.scopes.get(frame, {}).values() if state is not None else ()
-    if state is not None and not any(isinstance(value, Function) and value.frame > 0 for value in values):
-        state.drop_scope(frame)
 
 
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
