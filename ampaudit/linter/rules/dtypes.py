@@ -54,8 +54,7 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
 @rule("AMP854", LossCalled, of_dtypes=True)
 def _loss_outside(_: Interpreter, event: LossCalled) -> Iterator[Mistake]:
     outputs = event.outputs
-    is_probable = event.loss.name in ("BCELoss", "binary_cross_entropy") and event.autocast.enabled is True
-    if event.autocast.enabled is False and isinstance(outputs, Tensor) and outputs.cast and not is_probable:
+    if event.autocast.enabled is False and isinstance(outputs, Tensor) and outputs.cast:
         yield Mistake(
             event.node,
             f"the model's output is {outputs.cast} under autocast, and this loss, "

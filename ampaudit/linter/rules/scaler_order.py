@@ -189,7 +189,6 @@ def _second_step(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
         )
 
 
-# a finite loss says nothing of the gradients
 _OVERFLOWS: Final = ("found_inf", "check_inf", "overflow")
 _TESTS_FINITE: Final = ("isfinite", "isinf", "isnan")
 
