@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -240,11 +240,6 @@ class LinkedScript:
         """Return whether a node is in one of the files that are followed."""
         number = file_number(node)
         return number == 0 or number in self.imported
-
-    def in_linted_file(self, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
-        """Return a node or, if that is in a known module, the innermost call of it in a linted file."""
-        places = (node, *reversed(calls))
-        return next((place for place in places if self.tree.is_linted(file_number(place))), node)
 
     def script_of(self, node: ast.AST) -> Script:
         """Return the script that a node is in."""

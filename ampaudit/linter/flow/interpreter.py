@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, key_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, file_number, key_of, position_of
 from ampaudit.linter.flow.events import Event, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import State, item_of
@@ -243,7 +243,8 @@ class Interpreter:
 
     def _reported(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
-        return self.linked.in_linted_file(node, self.calls)
+        places = (node, *reversed(self.calls))
+        return next((place for place in places if self.linked.tree.is_linted(file_number(place))), node)
 
     # diagnostics and events
 
@@ -361,9 +362,7 @@ class Interpreter:
         while value is None and frame in self.frames:
             frame = self.frames[frame].enclosing
             value = self.state.value(frame, name)
-        if value is None:
-            value = self._global(name)
-        return self.infer_from_usage(value, name)
+        return self.infer_from_usage(self._global(name) if value is None else value, name)
 
     def _global(self, name: str) -> Value:
         defined = self._definition(self.script, name)
