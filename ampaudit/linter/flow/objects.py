@@ -262,8 +262,7 @@ def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, argumen
     """Check that a layer whose weights are float32 is not given what autocast has cast, outside of it."""
     has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
     is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS and not has_dtype
-    state = interpreter.state
-    is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
+    is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
     first = arguments.first
     by_autocast = isinstance(first, Tensor) and first.computed_under != ""
     if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:

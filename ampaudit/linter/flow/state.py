@@ -274,10 +274,6 @@ class State:
         was_made = scaler.node is not None and not scaler.optional
         return was_made or self.facts.get((UNUSED, scaler.key), True) is None
 
-    def may_hold(self, kind: FactKind[Any], *start: str) -> bool:
-        """Return whether any fact with this prefix is, or may be, true."""
-        return any(fact is not None for _, fact in self.matching(kind, *start))
-
     def get(self, kind: FactKind[T], *key: str) -> T | Perhaps | None:
         """Return a fact; ``None`` if it was never set."""
         return self.facts.get((kind, *key))
@@ -302,8 +298,7 @@ class State:
 
     def value(self, scope: Scope, name: str) -> Value | None:
         """Return the value of a name in a scope, or of an attribute of an object."""
-        names = self.scopes.get(scope)
-        return None if names is None else names.get(name)
+        return self.scopes.get(scope, {}).get(name)
 
     def bind(self, scope: Scope, name: str, value: Value) -> None:
         """Bind a name or an attribute to a value."""
