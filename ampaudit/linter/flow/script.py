@@ -344,7 +344,10 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
         elif isinstance(node, ast.ImportFrom):
             script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ClassDef):
-            _collect_class(script, node)
+            bases = tuple(text for base in node.bases if (text := dotted_name(base)))
+            base = next((script.classes[base] for base in bases if base in script.classes), None)
+            script.classes[node.name] = class_info = ClassInfo(node, bases, {}, base)
+            _collect(script, node.body, class_info)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             info = FunctionInfo(node, owner, script.is_relevant(node))
             if owner is not None:
@@ -355,14 +358,6 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
                 _collect_usage(script, node.body)
         elif script.is_relevant(node):
             _collect_usage(script, [node])
-
-
-def _collect_class(script: Script, node: ast.ClassDef) -> None:
-    bases = tuple(text for base in node.bases if (text := dotted_name(base)))
-    base = next((script.classes[base] for base in bases if base in script.classes), None)
-    info = ClassInfo(node, bases, {}, base)
-    script.classes[node.name] = info
-    _collect(script, node.body, info)
 
 
 def _collect_usage(script: Script, body: list[ast.stmt]) -> None:

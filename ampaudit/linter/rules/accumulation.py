@@ -181,18 +181,15 @@ def _rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mis
             zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
             calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
             is_gated = bool(zeroed) and all(_is_on_count(loop, e) for e in zeroed)
-            if is_gated and len(calls) == len(event.guards_inside(loop)) and not _zeroes_by_hand(loop):
+            attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+            by_hand = any(node.attr == "grad" and isinstance(node.ctx, ast.Store) for node in attributes)
+            if is_gated and len(calls) == len(event.guards_inside(loop)) and not by_hand:
                 yield Mistake(
                     calls[0] if calls else event.node,
                     "the optimizer steps for every batch, but the gradients are zeroed only for some: a step "
                     "applies those of earlier batches again",
                     "step under the same condition as zero_grad()",
                 )
-
-
-def _zeroes_by_hand(loop: ast.AST) -> bool:
-    attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
-    return any(node.attr == "grad" and isinstance(node.ctx, ast.Store) for node in attributes)
 
 
 @rule("AMP839", BranchesFollowed)

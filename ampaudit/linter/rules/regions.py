@@ -162,7 +162,9 @@ def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> I
             if other.guards[: start + 1] == same_block
             and not other.grad_modes
             and within[id(other)] == within[id(event)]
-            and _is_same_model(other, event)
+            and other.model.key == event.model.key
+            # the name of a model from elsewhere may stand for several
+            and (other.model.node is not None or other.callee == event.callee)
         ]
         if again and block not in reported:
             reported.add(block)
@@ -174,12 +176,6 @@ def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> I
                 "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
             )
-
-
-def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
-    """Return whether two calls are of one model; the name of one from elsewhere may stand for several."""
-    is_one = one.model.node is not None or one.callee == other.callee
-    return one.model.key == other.model.key and is_one
 
 
 @rule("AMP847", EntryPointFollowed)
