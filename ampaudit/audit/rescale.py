@@ -78,7 +78,7 @@ def _changes(
             continue
         change = residual_rescale(source.model, flow, sites[name], peaks, form, audit.promoted)
         if not isinstance(change, ResidualRescale):
-            refused[name] = change.reason
+            refused[name] = str(change)
         elif other := next((weight for weight in change.weights if weight not in stored), None):
             refused[name] = f"{other} is not stored with the weights"
         else:

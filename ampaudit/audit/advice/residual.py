@@ -197,7 +197,7 @@ def _attributes(model: nn.Module, flow: Flow, stream: Stream, bits: int) -> tupl
         name = _attribute(module, old)
         if name is None:
             raise Refusal(f"{argument}={old:.3g} of {site.id} is no attribute of its layer")
-        change = AttributeChange(site.layer, name, old, -bits * degree)
+        change = AttributeChange(site.layer, name, old, math.ldexp(old, -bits * degree))
         if changes.setdefault((site.layer, name), change) != change:
             raise Refusal(f"{site.layer}.{name} would have to scale in two ways")
     return tuple(changes.values())

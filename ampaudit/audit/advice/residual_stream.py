@@ -12,7 +12,6 @@ of zeros, which scale with anything. Ops without a rule take values of degree 0 
 from __future__ import annotations
 
 import heapq
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -157,11 +156,6 @@ class ScaledCall:
 class Refusal(Exception):
     """The reason why nothing can be rescaled."""
 
-    @property
-    def reason(self) -> str:
-        """The reason in words."""
-        return str(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -188,18 +182,13 @@ class AttributeChange:
         module: Path of the module.
         name: Name of the attribute.
         old: Value before the change; the default of the dtype if the module has ``None``.
-        power: Exponent of two.
+        new: Value after the change.
     """
 
     module: str
     name: str
     old: float
-    power: int
-
-    @property
-    def new(self) -> float:
-        """The value after the change."""
-        return math.ldexp(self.old, self.power)
+    new: float
 
 
 def find_stream(flow: Flow, site: Site, limit: float) -> Stream | Refusal:
