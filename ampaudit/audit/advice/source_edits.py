@@ -511,37 +511,27 @@ def parenthesized(file: SourceFile, node: ast.expr) -> str:
 
 def diff_of(proposal: Proposal) -> str:
     """Return the diff; empty if the change does not edit source code or its place is ambiguous."""
-    change = proposal.source
-    if change is None or is_library(change.line.file):
-        return ""
-    text = _text_of(change)
-    after = None if text is None else _rewritten(text, change)
-    if text is None or after is None or after == text:
-        return ""
-    return "\n".join(diff_lines(relative_path(change.line.file), text, after)) + "\n"
-
-
-def _text_of(change: LineChange) -> str | None:
-    """Return the file's text; ``None`` if its line is no longer the one that was run."""
-    path = Path(change.line.file)
-    try:
-        text, _ = decode(read_bounded(path, MAX_SOURCE_BYTES, SourceError))
-    except (SourceError, Unreadable):
-        return None
-    lines = text.split("\n")
-    same = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()
-    return text if same and "\r" not in text and change.line.code else None
-
-
-def _rewritten(text: str, change: LineChange) -> str | None:
     import libcst
 
     from ampaudit.linter.fixes import apply_fixes
 
+    change = proposal.source
+    if change is None or not change.line.code or is_library(change.line.file):
+        return ""
+    try:
+        text, _ = decode(read_bounded(Path(change.line.file), MAX_SOURCE_BYTES, SourceError))
+    except (SourceError, Unreadable):
+        return ""
+    lines = text.split("\n")
+    same = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()
+    if not same or "\r" in text:  # the file no longer has the line that was run
+        return ""
     try:
         fixes = replacements(text, change)
         after, applied = apply_fixes(text, fixes)
         ast.parse(after)
     except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
-        return None
-    return after if fixes and applied == set(fixes) else None
+        return ""
+    if after == text or applied != set(fixes):
+        return ""
+    return "\n".join(diff_lines(relative_path(change.line.file), text, after)) + "\n"
