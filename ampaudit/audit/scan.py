@@ -234,7 +234,10 @@ def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig
     if config.backward:
         from ampaudit.run.backward.gradients import GradientAudit
 
-        scale = _loss_scale(run_config, config)
+        assert run_config.rules is not None, "--ranges has no backward pass"
+        scale = starting_scale(run_config.rules.file.loss_scale, run_config.number_format)
+        if config.loss_scale is not None:
+            scale = StartingScale(config.loss_scale, False, "as given")
         run_config = replace(run_config, recorders=(GradientAudit,), functional=True, loss_scale=scale)
     for instrument in requested(config):
         run_config = measuring(instrument).configured(run_config, source, config)
@@ -369,11 +372,3 @@ def _with_loss(source: ModelSource, config: ScanConfig) -> ModelSource:
         for batch in source.batches
     )
     return replace(source, model=WithLoss(source.model, config.loss or source.loss), batches=batches)
-
-
-def _loss_scale(run_config: RunConfig, config: ScanConfig) -> StartingScale:
-    """Return the loss scale that the user or the policy sets."""
-    if config.loss_scale is not None:
-        return StartingScale(config.loss_scale, False, "as given")
-    assert run_config.rules is not None, "--ranges has no backward pass"
-    return starting_scale(run_config.rules.file.loss_scale, run_config.number_format)

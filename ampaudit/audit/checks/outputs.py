@@ -253,40 +253,35 @@ def find_stalled_sum(context: CheckContext) -> Iterator[Finding]:
 
 def find_between_steps(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per input, for the first step in which it breaks: FP32's own stays out of range."""
-    reported: set[str] = set()
+    form, first = context.number_format, dict[str, tuple[int, StateFault]]()
     for row in context.record.steps:
         for fault in row.faults:
-            if fault.name not in reported:
-                reported.add(fault.name)
-                yield _between_steps_finding(context, fault, row.step)
-
-
-def _between_steps_finding(context: CheckContext, fault: StateFault, step: int) -> Finding:
-    form, name = context.number_format, fault.name
-    what = f"next_inputs makes {name} from the outputs of step {step}, which are finite"
+            first.setdefault(fault.name, (row.step, fault))
     ends = f"{form.name} ends at {format_number(form.max)}"
-    why = f"in FP32 it reaches {format_number(fault.peak)}; {ends}"
-    if fault.peak <= form.max:
-        peak = format_number(fault.peak)
-        why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
     advice = "compute the next inputs in float32 and cast them back where they are in range again"
-    finding = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
-    return replace(
-        finding,
-        phase="forward",
-        op=fault.op,
-        origin=True,
-        source=source_of(fault.line),
-        evidence=Evidence(
-            peak=fault.peak,
-            limit=form.max,
-            inf=fault.broken - fault.nan,
-            nan=fault.nan,
-            elements=fault.elements,
-            headroom_bits=form.headroom_bits(fault.peak) if fault.peak > 0.0 else None,
-            step=step,
-        ),
-    )
+    for name, (step, fault) in first.items():
+        what = f"next_inputs makes {name} from the outputs of step {step}, which are finite"
+        peak = format_number(fault.peak)
+        why = f"in FP32 it reaches {peak}; {ends}"
+        if fault.peak <= form.max:
+            why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
+        site = SiteId(f"next_inputs/{name}")
+        yield replace(
+            finding_about("AMP118", site, "next_inputs", f"{what}; {why}", advice),
+            phase="forward",
+            op=fault.op,
+            origin=True,
+            source=source_of(fault.line),
+            evidence=Evidence(
+                peak=fault.peak,
+                limit=form.max,
+                inf=fault.broken - fault.nan,
+                nan=fault.nan,
+                elements=fault.elements,
+                headroom_bits=form.headroom_bits(fault.peak) if fault.peak > 0.0 else None,
+                step=step,
+            ),
+        )
 
 
 def _harmful(context: CheckContext) -> list[StepGrowth]:
