@@ -162,9 +162,9 @@ def all_pages() -> Mapping[str, Page]:
 
 def code_titles() -> Iterator[tuple[str, str]]:
     """Return every code with its title, without reading the pages."""
-    for path in sorted(_PLACE.glob("AMP*.md")):
-        with path.open(encoding="utf-8") as file:
-            yield path.stem, file.readline().partition(":")[2].strip()
+    for code in all_pages():
+        with (_PLACE / f"{code}.md").open(encoding="utf-8") as file:
+            yield code, file.readline().partition(":")[2].strip()
 
 
 def parse_page(text: str) -> Page:
