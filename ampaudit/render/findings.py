@@ -92,7 +92,9 @@ class Alert:
         for name in ("cause", "advice"):
             object.__setattr__(self, name, escape_lines(getattr(self, name)))
         for name in ("line", "source", "caller"):
-            object.__setattr__(self, name, _safe_line(getattr(self, name)))
+            place: SourceLine | None = getattr(self, name)
+            safe = place and SourceLine(escape_control(place.file), place.line, escape_control(place.code))
+            object.__setattr__(self, name, safe)
         object.__setattr__(self, "path", tuple(map(escape_control, self.path)))
         trials = tuple(_safe_change(trial, "paste", "diff") for trial in self.trials)
         object.__setattr__(self, "trials", trials)
@@ -227,10 +229,6 @@ def alert_of(
         fate=finding.fate or "",
         suppressed=finding.suppressed,
     )
-
-
-def _safe_line(line: SourceLine | None) -> SourceLine | None:
-    return line and SourceLine(escape_control(line.file), line.line, escape_control(line.code))
 
 
 def _safe_change(change: Change, *multiline: str) -> Change:

@@ -22,7 +22,7 @@ from ampaudit.core.text import escape_json, model_file
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.report.documents import Document
-from ampaudit.report.pages import Page, all_pages
+from ampaudit.report.pages import all_pages
 
 __all__ = ["to_sarif"]
 
@@ -91,12 +91,10 @@ def _rule(code: str, title: str) -> dict[str, Any]:
         "shortDescription": {"text": title},
     }
     page = all_pages().get(code)
-    return rule if page is None else rule | _documented(page)
-
-
-def _documented(page: Page) -> dict[str, Any]:
+    if page is None:
+        return rule
     says = page.text.partition("## What it says")[2].partition("##")[0]
-    return {
+    return rule | {
         "fullDescription": {"text": " ".join(says.split())},
         "help": {"text": page.text, "markdown": page.text},
         "defaultConfiguration": {"level": page.severity},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import PurePath
 
@@ -86,11 +86,11 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
         bound = format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
         rows.append(
             (
-                escape_control(site.site),
+                site.site,
                 format_number(site.forward.peak),
                 f"{site.headroom_bits:.1f} bits",
                 "exact" if sqnr is None else f"{sqnr:.0f} dB",
-                *((escape_control(site.forward.batch or ""),) if has_batches else ()),
+                *((site.forward.batch or "",) if has_batches else ()),
                 *((bound,) if report.proofs else ()),
             )
         )
@@ -106,7 +106,7 @@ def _unproved(report: Report, count: int) -> Iterator[Section]:
     if not sites:
         return
     rows = (
-        (escape_control(site.site), "unbounded" if site.bound is None else format_number(site.bound))
+        (site.site, "unbounded" if site.bound is None else format_number(site.bound))
         for site in sites[:count]
     )
     more = "; the first" if len(sites) > count else ""
@@ -118,7 +118,7 @@ def _changed(report: Report, count: int) -> Iterator[Section]:
     """Render verdicts that differ from those under the default execution contract."""
     if not report.changed:
         return
-    rows = ((escape_control(change.site), change.usual, change.here) for change in report.changed[:count])
+    rows = ((change.site, change.usual, change.here) for change in report.changed[:count])
     table = tabulate(("site", "usual", "here"), rows, left=("usual", "here"), width=_WIDTH)
     title = f"Verdicts that differ from the default contract: {plural(len(report.changed), 'site')}"
     yield Section((table,), title)
@@ -137,7 +137,7 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
     for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:
         bits = f"{site.headroom_bits:+.1f} bits" if site.headroom_bits is not None else ""
         peak = format_number(site.forward.peak) if site.forward else ""
-        rows.append((escape_control(site.site), peak, bits, escape_control(site.rule or "")))
+        rows.append((site.site, peak, bits, site.rule or ""))
     heads = ("site", "peak", "headroom", "rule")
     blocks: list[Block] = [tabulate(heads, rows, left=("rule",), width=_WIDTH)]
     if len(sites) > count:
@@ -158,7 +158,7 @@ def path_sections(report: Report, count: int) -> Iterator[Section]:
         where = f"{PurePath(place.file).name}:{place.line}" if place is not None else read.layer or "(top)"
         decides = "the same way" if not read.differing else f"differently, {read.differing} of {read.reads}"
         decides = {"array": "values leave torch", "number": "follows FP32's number"}.get(read.kind, decides)
-        rows.append((escape_control(where), read.name, f"{read.reads:,}", read.fp32, read.low, decides))
+        rows.append((where, read.name, f"{read.reads:,}", read.fp32, read.low, decides))
     heads = ("line", "reads by", "times", "FP32", dtype, "decides in 16 bits")
     blocks: list[Block] = [tabulate(heads, rows, left=("reads by", "decides in 16 bits"))]
     if len(lines) > count:
@@ -179,7 +179,7 @@ def _what_if(report: Report, count: int) -> Iterator[Section]:
     measured = [s for s in sites if s.headroom_bits is not None]
     rows = [
         (
-            escape_control(site.site),
+            site.site,
             format_number(site.forward.peak if site.forward else 0.0),
             f"{site.headroom_bits:+.1f} bits",
         )
@@ -198,28 +198,27 @@ def _format_table(sites: list[SiteReport]) -> Table:
         vanish = sum(case.vanish > 0.01 for _, case in cases)
         bits = [(case.headroom_bits, s.site) for s, case in cases if case.headroom_bits is not None]
         least, where = min(bits, default=(0.0, ""))
-        rows.append((name, str(over), str(vanish), f"{least:.1f} bits", escape_control(where)))
+        rows.append((name, str(over), str(vanish), f"{least:.1f} bits", where))
     return tabulate(("format", "overflow", "vanish", "headroom", "least at"), rows, left=("least at",))
 
 
 def all_sites(report: Report) -> Section:
     """Render every floating-point site, for ``-v``."""
-    heads = ("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
-    return Section((tabulate(heads, _site_rows(report), left=("rule",)),), "All sites")
-
-
-def _site_rows(report: Report) -> Iterable[tuple[str, ...]]:
+    rows = []
     for site in report.sites:
         forward = site.forward
-        yield (
-            escape_control(site.site),
+        cells = (
+            site.site,
             site.precision,
             format_number(forward.peak) if forward else "",
             f"{forward.headroom_bits:.1f}" if forward and forward.headroom_bits is not None else "",
             f"{forward.sqnr_db:.0f}" if forward and forward.sqnr_db is not None else "",
             f"{forward.local_sqnr_db:.0f}" if forward and forward.local_sqnr_db is not None else "",
-            escape_control(site.rule or site.role),
+            site.rule or site.role,
         )
+        rows.append(cells)
+    heads = ("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
+    return Section((tabulate(heads, rows, left=("rule",)),), "All sites")
 
 
 def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[tuple[str, str]]:
@@ -232,7 +231,7 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
     """
     cover, run = report.coverage, report.run
     if run.inputs is not None and run.inputs.detail:
-        yield "Inputs", escape_control(run.inputs.detail)
+        yield "Inputs", run.inputs.detail
     if run.level != "static" and (full or report.gaps or cover.audited < cover.sites):
         measured = f"({cover.measured} measured, the others pass values on)"
         gaps = f"{plural(len(report.gaps), 'gap')}; "
@@ -247,7 +246,7 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
     smallest = f"smallest normal {limits.min_normal:.3g}"
     yield "Limits", f"{limits.name} ends at {format_number(limits.max)}, {smallest}"
     for note in report.notes:
-        yield "Note", escape_control(note)
+        yield "Note", note
     if hidden:
         yield "Notes", f"{plural(hidden, 'more finding')} of severity note; -v shows them"
     if report.timings:
@@ -275,8 +274,7 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
 def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
     over = sum(site.verdict == "overflows" for site in report.sites)
     ranges = ", ".join(
-        f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
-        for a in proofs.assumed
+        f"{a.name} in {format_number(a.low)}:{format_number(a.high)} ({a.source})" for a in proofs.assumed
     )
     where = " along the path of these inputs" if report.path is not None else ""
     ran = report.run.level != "static" and proofs.proved < proofs.sites
@@ -292,11 +290,11 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
     for s in report.stressed:
         outcome = f"overflows: --inputs {shell_quoted(s.file or '')}" if s.overflows else "no overflow found"
         reached = f"peak increased from {format_number(s.seen)} to {format_number(s.reached)}"
-        yield "Stress", f"{escape_control(s.site)}: {reached}; {outcome}"
+        yield "Stress", f"{s.site}: {reached}; {outcome}"
     for t in report.tails:
         low, rate, high = (_rate(number) for number in (t.low, t.per_million, t.high))
         interval = f"90 %: {low} to {high}, from {t.batches} batches"
-        yield "Tail", f"{escape_control(t.site)}: expected overflows per million samples: {rate} ({interval})"
+        yield "Tail", f"{t.site}: expected overflows per million samples: {rate} ({interval})"
 
 
 def _rate(per_million: float) -> str:
@@ -312,28 +310,26 @@ def weights_in_words(report: Report) -> str:
 
 def _accuracy(output: OutputAccuracy) -> str:
     repaired = " with FP32's values where it breaks" if output.repaired else ""
-    return f"{escape_control(output.name)} {output.in_words}{repaired}"
+    return f"{output.name} {output.in_words}{repaired}"
 
 
 def against_sections(against: AgainstReport, *, full: bool = False) -> Iterator[Section]:
     """Render the ops that only one model has; with ``full``, also each matched pair."""
-    reference = escape_control(against.reference)
     rows = [
         ("only here", _listed(against.only_here, full=full)),
-        (f"only in {reference}", _listed(against.only_reference, full=full)),
+        (f"only in {against.reference}", _listed(against.only_reference, full=full)),
     ]
     text = [line((f"{label}: ", "bold"), sites) for label, sites in rows if sites]
-    yield Section((line(against.extent), *text), f"Against {reference}")
+    yield Section((line(against.extent), *text), f"Against {against.reference}")
     if full and against.matched:
         pairs: list[list[str | Line]] = [
-            [line((escape_control(pair.site), "code")), line((escape_control(pair.counterpart), "code"))]
-            for pair in against.matched
+            [line((pair.site, "code")), line((pair.counterpart, "code"))] for pair in against.matched
         ]
         yield Section((tabulate(("op", "counterpart"), pairs, left=("op", "counterpart")),))
 
 
 def _listed(sites: Sequence[str], *, full: bool) -> str:
-    return listed(list(map(escape_control, sites)), len(sites) if full else _SHOWN)
+    return listed(sites, len(sites) if full else _SHOWN)
 
 
 def sweep_words(sweep: Sweep) -> str:
@@ -350,13 +346,12 @@ def sweep_words(sweep: Sweep) -> str:
 def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
     """Render one row per size, then one per site that overflows at some size."""
     rows: list[list[str | Line]] = []
-    axis = escape_control(sweep.axis)
     for size in sweep.values:
         bits = "" if size.headroom_bits is None else f"{size.headroom_bits:.1f} bits"
         word = line((size.verdict.upper(), _STYLES[size.verdict]))
         breaks = str(size.errors) if size.errors else ""
-        rows.append([f"{size.value:,}", word, breaks, bits, escape_control(size.nearest or ""), size.output])
-    table = tabulate((axis, "", "breaks", "least headroom", "at", "output"), rows, left=("", "at"))
+        rows.append([f"{size.value:,}", word, breaks, bits, size.nearest or "", size.output])
+    table = tabulate((sweep.axis, "", "breaks", "least headroom", "at", "output"), rows, left=("", "at"))
     missed = [size for size in sweep.values if size.verdict == "not run"]
     remarks = [line(f"{size.value:,} was not run: {size.problem}") for size in missed]
     if len(sweep.values) - len(missed) > 1:
@@ -364,8 +359,8 @@ def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
     yield Section((table, *remarks), f"Sweep over {sweep.axis}")
     if sweep.growth:
         growth = sweep.growth if full else sweep.growth[:_SHOWN]
-        heads = ("site", f"overflows at {axis}", "between", "peak grows", "")
-        rows = [_growth_cells(site, axis) for site in growth]
+        heads = ("site", f"overflows at {sweep.axis}", "between", "peak grows", "")
+        rows = [_growth_cells(site, sweep.axis) for site in growth]
         yield Section((tabulate(heads, rows, left=("peak grows", "")),), "Growth with size")
 
 
@@ -380,7 +375,7 @@ def _growth_cells(growth: SizeGrowth, axis: str) -> list[str | Line]:
     fit = f"{form[growth.form]}, R^2 {growth.r_squared:.4f} of {sizes} sizes"
     how = ("extrapolated", "yellow") if growth.extrapolated else ("between sizes that were run", "")
     return [
-        escape_control(growth.site),
+        growth.site,
         f"{growth.crossing:,}",
         f"{growth.low:,} and {high}",
         fit,
@@ -444,7 +439,7 @@ def _summary(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     if backward.frozen:
         yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
     for note in backward.notes:
-        yield "Note", escape_control(note)
+        yield "Note", note
 
 
 def scales_that_suit(backward: BackwardReport) -> str:
@@ -460,7 +455,7 @@ def scales_that_suit(backward: BackwardReport) -> str:
 
 def _ends(advice: ScaleAdvice) -> tuple[str, str]:
     """Return the layers that limit the scale from below and from above."""
-    return escape_control(advice.low_at or TOP), escape_control(advice.high_at or TOP)
+    return advice.low_at or TOP, advice.high_at or TOP
 
 
 def _losses(backward: BackwardReport, dtype: str) -> str:
@@ -514,11 +509,11 @@ def _scales(advice: ScaleAdvice, dtype: str, every: int) -> Section:
 def _layers(advice: ScaleAdvice, count: int) -> Section:
     rows = [
         (
-            escape_control(layer.layer or TOP),
+            layer.layer or TOP,
             format_number(layer.peak),
             f"{layer.flushed:.2%}",
             f"2^{layer.low} to 2^{layer.high}" if layer.low <= layer.high else "none",
-            escape_control(layer.high_at),
+            layer.high_at,
         )
         for layer in sorted(advice.layers, key=lambda layer: layer.high - layer.low)[:count]
     ]
@@ -535,7 +530,7 @@ def step_section(steps: StepsReport, *, full: bool = False) -> Section:
             str(step.step),
             _steps_accuracy(step),
             "" if step.headroom_bits is None else f"{step.headroom_bits:.1f} bits",
-            escape_control(step.headroom_at),
+            step.headroom_at,
             _events(step),
         )
         for step in visible
@@ -580,25 +575,25 @@ def _events(step: StepReport) -> str:
         events.append(f"another {', '.join(step.flipped)} in 16 bits")
     if step.poisoned:
         events.append("poisoned")
-    return escape_control("; ".join(events))
+    return "; ".join(events)
 
 
 def step_sentences(steps: StepsReport) -> Iterator[str]:
     """Describe when values leave the range, what grows, and where the 16-bit run would choose differently."""
     first, poisoned, flipped = steps.first_broken, steps.poisoned, steps.flipped
     if steps.fed_back:
-        yield f"Fed back: {escape_control(steps.fed_back)}."
+        yield f"Fed back: {steps.fed_back}."
     if first is not None:
         what = (*first.origins, *(f"next_inputs: {name}" for name in first.broken_inputs))
         more = f" and {len(what) - 1} more" if len(what) > 1 else ""
-        yield f"The first step out of range is {first.step}: {escape_control(what[0])}{more}."
+        yield f"The first step out of range is {first.step}: {what[0]}{more}."
         if poisoned:
             yield f"If nothing is repaired, it poisons {_steps(poisoned)}."
         yield "After it, broken values are replaced by FP32's, within the range of the format."
     for growth in steps.growth:
         yield _growth(growth, len(steps.steps))
     if flipped:
-        names = escape_control(", ".join(dict.fromkeys(n for step in steps.steps for n in step.flipped)))
+        names = ", ".join(dict.fromkeys(n for step in steps.steps for n in step.flipped))
         choice = f"The 16-bit run would choose another {names} after {_steps(flipped)}"
         yield f"{choice}; both runs go on with FP32's."
     if steps.traces > _MAX_TRACES:
@@ -610,11 +605,8 @@ def step_sentences(steps: StepsReport) -> Iterator[str]:
 
 def _growth(growth: StepGrowth, count: int) -> str:
     every = f"doubles every {format_number(growth.doubles_every)} steps"
-    name = escape_control(growth.name)
-    if growth.what == "error":
-        sentence = f"The error of {name} {every}"
-    else:
-        sentence = f"The largest value, at {name}, {every}"
+    what = f"error of {growth.name}" if growth.what == "error" else f"largest value, at {growth.name},"
+    sentence = f"The {what} {every}"
     if growth.reaches is None or growth.reaches <= count:
         return f"{sentence}."
     end = "lost its required accuracy" if growth.what == "error" else "left the range"

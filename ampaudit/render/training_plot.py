@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from ampaudit.report.training import TrainingReport, Variant
 
 __all__ = ["check_picture", "figure_of", "plain_text", "plot_bench", "plot_training", "save_figure"]
 
-# Okabe and Ito (2008): distinguishable with color blindness
-_BENCH_PLOT_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
+_BENCH_PLOT_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
@@ -85,7 +85,8 @@ def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
         style |= {"linestyle": "-" if index == 0 else (0, (4 + index, 1 + index / 2))}
         steps = [record.step for record in health.steps]
         _mark_broken(variant, loss, style["color"])
-        loss.plot(steps, [_or_gap(r.loss) for r in health.steps], label=_label(variant), **style)
+        losses = [math.nan if record.loss is None else record.loss for record in health.steps]
+        loss.plot(steps, losses, label=_label(variant), **style)
         scale.plot(steps, [record.scale for record in health.steps], **style)
         skipped = [record for record in health.steps if record.skipped]
         scale.plot([r.step for r in skipped], [r.scale for r in skipped], "x", color=style["color"])
@@ -138,11 +139,7 @@ def _mark_broken(variant: Variant, axes: Any, color: str) -> None:
 
 def _largest(variant: Variant, place: int) -> float:
     rows = [p.gradient_peaks for p in variant.health.parameters if place < len(p.gradient_peaks)]
-    return max((peak for row in rows if (peak := row[place])), default=float("nan"))
-
-
-def _or_gap(value: float | None) -> float:
-    return float("nan") if value is None else value
+    return max((peak for row in rows if (peak := row[place])), default=math.nan)
 
 
 def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
@@ -183,18 +180,12 @@ def _memory(axes: Any, rows: list[BenchRow]) -> None:
         if not whole:
             axes.barh(place, peak, color="#999999", height=0.7)
         axes.text(peak, place, f" {peak:,.4g}", va="center", fontsize=8)
-    handles = [
-        (part, colour) for part, colour in zip(PARTS, _BENCH_PLOT_COLOURS, strict=True) if _has(rows, part)
-    ]
-    for part, colour in handles:
-        axes.barh(0, 0, color=colour, label=part)
+    for part, colour in zip(PARTS, _BENCH_PLOT_COLOURS, strict=True):
+        if any(row.memory is not None and getattr(row.memory, part) > 0 for row in rows):
+            axes.barh(0, 0, color=colour, label=part)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
     axes.set_xlabel("peak memory, MB")
     _clean(axes)
-
-
-def _has(rows: list[BenchRow], part: str) -> bool:
-    return any(row.memory is not None and getattr(row.memory, part) > 0 for row in rows)
 
 
 def _speed(axes: Any, rows: list[BenchRow]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from ampaudit.core.formats import FORMATS
-from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural, short_op
+from ampaudit.core.text import format_bytes, format_number, listed, plural, short_op
 from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
 from ampaudit.render.documents.plan import stacked
 from ampaudit.report.finding import Source
@@ -160,8 +160,8 @@ def _kept_cells(
         _least([op.without_db for op in members]),
         *((_measured_without(members),) if measured else ()),
         line_text(source),
-        escape_control(worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
-        *((escape_control(source.evident.code.strip() if source is not None else ""),) if full else ()),
+        (worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
+        *((source.evident.code.strip() if source is not None else "",) if full else ()),
     )
 
 
@@ -350,7 +350,7 @@ def line_text(source: Source | None) -> str:
     """Format the file and line in the user's project; empty if unknown."""
     if source is None:
         return ""
-    return escape_control(f"{PurePath(source.evident.file).name}:{source.evident.line}")
+    return f"{PurePath(source.evident.file).name}:{source.evident.line}"
 
 
 def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outputs") -> Section:
@@ -384,7 +384,7 @@ def _cells(name: str, times: str, row: Noise) -> tuple[str, ...]:
     return (
         name,
         times,
-        escape_control(op),
+        op,
         format_accuracy(row.db),
         _share(row.share),
         line_text(row.source),

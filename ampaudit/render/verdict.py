@@ -42,7 +42,9 @@ def verdict_words(report: Report) -> tuple[str, str]:
     if report.against is not None:
         what += f"; {report.against.extent}"
     path = "; along the path that these inputs take" if report.path is not None else ""
-    return report.verdict.upper(), f"{what}{_ignored(report)}{path}{made_up}"
+    hidden = counts_in_words(f.severity for f in report.findings if f.suppressed is not None)
+    ignored = f"; ignored: {hidden}" if hidden else ""
+    return report.verdict.upper(), f"{what}{ignored}{path}{made_up}"
 
 
 def _reasons(report: Report) -> Iterator[str]:
@@ -58,11 +60,6 @@ def _reasons(report: Report) -> Iterator[str]:
         yield f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
         yield from _sound(report)
-
-
-def _ignored(report: Report) -> str:
-    counts = counts_in_words(f.severity for f in report.findings if f.suppressed is not None)
-    return f"; ignored: {counts}" if counts else ""
 
 
 def _broken(report: Report) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampaudit.core.text import escape_control, format_bytes, format_number
+from ampaudit.core.text import format_bytes, format_number
 from ampaudit.render.blocks import Rows, Section, facts, headline, line, tabulate
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
@@ -27,7 +27,7 @@ class BenchView(View[BenchReport]):
         if verbosity < 0:
             yield Section(tuple(line(f"{self.name}: {text}") for text in _fastest(report)))
             return
-        where = f"{escape_control(report.device_name)} ({report.device})"
+        where = f"{report.device_name} ({report.device})"
         run = f"{report.steps} on {where}, median of {report.repeats}, modes in turns"
         yield headline(report.tool.version, f"{self.name}: {run}")
         yield from bench_tables(report)
@@ -36,7 +36,7 @@ class BenchView(View[BenchReport]):
     def digest(self) -> Iterator[Section]:
         """Render the measurements without the predictions."""
         report = self.document
-        run = f": {report.steps} on {escape_control(report.device_name)}, median of {report.repeats}"
+        run = f": {report.steps} on {report.device_name}, median of {report.repeats}"
         yield Section((line((self.name, "code"), run),))
         yield from (table for table in bench_tables(report) if ":" not in str(table.title))
 
@@ -167,11 +167,11 @@ def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
 def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     """Describe what each mode ran, why modes did not run, and what the numbers mean."""
     if report.inputs is not None and report.inputs.detail:
-        yield "Inputs", escape_control(report.inputs.detail)
-    yield from {row.mode: escape_control(row.how) for row in report.rows if row.how}.items()
+        yield "Inputs", report.inputs.detail
+    yield from {row.mode: row.how for row in report.rows if row.how}.items()
     for row in report.rows:
         if row.note:
-            yield row.mode, f"batch size {row.batch_size}, {row.status}: {escape_control(row.note)}"
+            yield row.mode, f"batch size {row.batch_size}, {row.status}: {row.note}"
     first = report.rows[0].mode if report.rows else ""
     yield "Speed", f"in multiples of {first}; accuracy: signal-to-noise ratio of the outputs against fp32"
     yield (
@@ -186,4 +186,4 @@ def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     if report.interrupted:
         yield "Note", "interrupted: only finished measurements are shown"
     for note in report.notes:
-        yield "Note", escape_control(note)
+        yield "Note", note

@@ -91,7 +91,7 @@ def _name(result: TargetResult) -> str:
 def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
     breaches = (*result.breaches, *result.ignored)
     for breach in breaches[:_SHOWN]:
-        yield f"  {breach.budget}", f"{escape_control(breach.where)}: {escape_control(breach.what)}"
+        yield f"  {breach.budget}", f"{breach.where}: {breach.what}"
     if len(breaches) > _SHOWN:
         yield "", f"and {len(breaches) - _SHOWN} more"
     if result.known:
@@ -100,9 +100,9 @@ def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
         places = _counted([(finding.code, finding.site) for finding in result.gone])
         yield "  gone", f"{places}: no longer found; update the baseline with --update-baseline"
     for number, text in enumerate(result.error.splitlines()):
-        yield "" if number else "  error", escape_control(text.strip())
+        yield "" if number else "  error", text.strip()
     for note in result.notes:
-        yield "  note", escape_control(note)
+        yield "  note", note
 
 
 def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
@@ -142,4 +142,4 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
 
 def _counted(findings: list[tuple[str, str]]) -> str:
     places = [f"{code} at {where}" for code, where in findings]
-    return escape_control(f"{plural(len(findings), 'known finding')}: {listed(places)}")
+    return f"{plural(len(findings), 'known finding')}: {listed(places)}"

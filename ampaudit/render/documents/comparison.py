@@ -44,7 +44,7 @@ class ComparisonView(View[Comparison]):
         for report in reports:
             for instrument, part in report.by_instrument:
                 for section in instrument.view(part, verbosity > 0):
-                    yield replace(section, title=f"{escape_control(report.run.policy)}: {section.heading}")
+                    yield replace(section, title=f"{report.run.policy}: {section.heading}")
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class ComparisonView(View[Comparison]):
         for report in self.document.reports:
             verdict = MARKS[report.verdict]
             breaks = str(report.count(Severity.ERROR))
-            policy = line((escape_control(report.run.policy), "code"))
+            policy = line((report.run.policy, "code"))
             rows.append((policy, verdict, breaks, _bits(report), report.accuracy))
         heads = ("policy", "", "breaks", "least headroom", "output")
         yield Section((tabulate(heads, rows, left=("",)),), "Policies side by side", level=2)
@@ -92,14 +92,14 @@ class ComparisonView(View[Comparison]):
 def _remarks(report: Report) -> Iterator[str]:
     broken = [f for f in report.findings if f.severity is Severity.ERROR]
     if broken:
-        names = [f"{escape_control(f.layer or '(top)')} {escape_control(short_op(f.op))}" for f in broken]
+        names = [f"{f.layer or '(top)'} {short_op(f.op)}" for f in broken]
         yield f"breaks at {listed(names, _SHOWN)}"
     if report.sweep is not None:
         yield sweep_words(report.sweep)
     if report.backward is not None:
         yield scales_that_suit(report.backward)
     if report.gaps:
-        yield escape_control(gaps_in_words(report.gaps))
+        yield gaps_in_words(report.gaps)
     if report.promoted:
         yield f"{plural(len(report.promoted), 'site')} promoted to float32 because of their values"
 

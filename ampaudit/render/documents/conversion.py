@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.checkpoint.header import MASTER, PLAN, REFERENCE, REPORT, TORCH_NAMES
-from ampaudit.core.text import escape_control, format_bytes, plural, short_op
+from ampaudit.core.text import format_bytes, plural, short_op
 from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
 from ampaudit.report.conversion import Conversion, OutputRecord
@@ -26,7 +26,7 @@ class ConversionView(View[Conversion]):
         """Render the subject and the result of the conversion."""
         conversion = self.document
         how = f"policy {conversion.policy}, {conversion.dtype}, {conversion.mode}{conversion.audited_on}"
-        title = f"{escape_control(conversion.source)} to {escape_control(conversion.output)}: {how}"
+        title = f"{conversion.source} to {conversion.output}: {how}"
         yield Section((line(("converted  ", "bold"), title),))
         yield Section((facts((*_weights(conversion), *_program(conversion))),))
 
@@ -35,16 +35,15 @@ def _weights(conversion: Conversion) -> Iterator[tuple[str, str]]:
     if conversion.stored:
         yield "weights", _stored(conversion)
     for reason, (count, size, largest) in sorted(conversion.kept.items(), key=lambda item: -item[1][1]):
-        name = escape_control(largest)
-        which = name if count == 1 else f"{count} tensors, such as {name}"
-        yield "", f"in float32: {which} ({format_bytes(size)}): {escape_control(reason)}"
+        which = largest if count == 1 else f"{count} tensors, such as {largest}"
+        yield "", f"in float32: {which} ({format_bytes(size)}): {reason}"
     for name, count in conversion.overflow.items():
-        yield "overflow", f"{escape_control(name)}: {count} values become inf"
+        yield "overflow", f"{name}: {count} values become inf"
     for name, count in conversion.broken.items():
-        yield "broken", f"{escape_control(name)}: {count} values are NaN or infinite already"
+        yield "broken", f"{name}: {count} values are NaN or infinite already"
     for gap in conversion.gaps:
         what = "written, but never run" if gap.kind is GapKind.NOT_RUN else gap.kind.in_words
-        yield "unaudited", f"{escape_control(short_op(gap.op))}: {what}: {escape_control(gap.reason)}"
+        yield "unaudited", f"{short_op(gap.op)}: {what}: {gap.reason}"
 
 
 def _stored(conversion: Conversion) -> str:
@@ -59,18 +58,18 @@ def _stored(conversion: Conversion) -> str:
 
 def _program(conversion: Conversion) -> Iterator[tuple[str, str]]:
     if conversion.inputs is not None and conversion.inputs.detail:
-        yield "inputs", escape_control(conversion.inputs.detail)
+        yield "inputs", conversion.inputs.detail
     for output in conversion.outputs:
-        yield "output", f"{escape_control(output.name)} ({output.dtype}): {_accuracy(output)}"
+        yield "output", f"{output.name} ({output.dtype}): {_accuracy(output)}"
     if conversion.onnx_casts is not None:
         error = conversion.onnx_error
         compared = f"differs from torch by {error:.2g}" if error is not None else "not compared"
         how = "checked and run" if conversion.in_place else f"ONNX Runtime: {compared}"
         yield "onnx", f"{plural(conversion.onnx_casts, 'cast')} between float formats; {how}"
     if conversion.shapes is not None:
-        yield "shapes", escape_control(conversion.shapes.text)
+        yield "shapes", conversion.shapes.text
     for note in conversion.notes:
-        yield "note", escape_control(note)
+        yield "note", note
     yield "files", _files(conversion.files)
 
 
@@ -78,7 +77,7 @@ def _files(sizes: dict[str, int]) -> str:
     """List the files that ampaudit wrote with their sizes, and count the copied ones."""
     ours = {name: size for name, size in sizes.items() if name.startswith(_OURS)}
     others = len(sizes) - len(ours)
-    parts = [f"{escape_control(name)} ({format_bytes(size)})" for name, size in list(ours.items())[:_SHOWN]]
+    parts = [f"{name} ({format_bytes(size)})" for name, size in list(ours.items())[:_SHOWN]]
     if len(ours) > _SHOWN:
         parts.append(f"{len(ours) - _SHOWN} more shards")
     return ", ".join(parts) + (f", and {others} copied from the source" if others else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Block, Indented, Labelled, Section, facts, line, tabulate
 from ampaudit.render.view import Row, View
 from ampaudit.report.difference import Difference, Differences, Direction, SiteChange
@@ -45,7 +44,7 @@ class DiffView(View[Differences]):
         yield "As before", f"{pair.same} sites {less}"
         for label, names in (("Added", pair.added), ("Removed", pair.removed)):
             if names:
-                first = ", ".join(escape_control(name) for name in names[:_SITES])
+                first = ", ".join(names[:_SITES])
                 yield label, f"{len(names)} sites: {first}{' ...' if len(names) > _SITES else ''}"
         others = pair.of("other")
         if others and not verbose:
@@ -58,14 +57,11 @@ class DiffView(View[Differences]):
         for pair in self.document.pairs:
             worse, better = pair.of("worse"), pair.of("better")
             counts = f": {len(worse)} worse, {len(better)} better"
-            title = line("❌ " if worse else "✅ ", (escape_control(pair.new.source), "code"), counts)
-            policy = f"{escape_control(pair.new.policy)}, {pair.new.dtype}"
+            title = line("❌ " if worse else "✅ ", (pair.new.source, "code"), counts)
+            policy = f"{pair.new.policy}, {pair.new.dtype}"
             blocks: list[Block] = [line(f"{policy}: {pair.old.verdict} before, {pair.new.verdict} now")]
             changes = (*worse, *better)
-            rows = [
-                (_TITLES[c.way], line((escape_control(c.site), "code")), escape_control(c.what))
-                for c in changes[:_ROWS]
-            ]
+            rows = [(_TITLES[c.way], line((c.site, "code")), c.what) for c in changes[:_ROWS]]
             if rows:
                 blocks.append(tabulate(("", "site", "what"), rows, left=("site", "what")))
             if len(changes) > _ROWS:
@@ -91,8 +87,8 @@ def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterator[Block]:
     first_layers = layers if verbose else layers[:_LAYERS]
     for layer, layer_changes in first_layers:
         some = layer_changes if verbose else layer_changes[:_SITES]
-        rows = Labelled(tuple((line(_short(c), style="cyan"), (line(escape_control(c.what)),)) for c in some))
-        name = line(escape_control(layer or "(whole model)"), style="bold")
+        rows = Labelled(tuple((line(_short(c), style="cyan"), (line(c.what),)) for c in some))
+        name = line(layer or "(whole model)", style="bold")
         blocks: list[Block] = [name, Indented((rows,), 2)]
         if len(layer_changes) > len(some):
             blocks.append(line(f"  and {len(layer_changes) - len(some)} more", style="dim"))
@@ -107,4 +103,4 @@ def _urgency(change: SiteChange) -> tuple[bool, float]:
 
 def _short(change: SiteChange) -> str:
     """Return the op within its layer."""
-    return escape_control(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)
+    return change.site.removeprefix(f"{change.layer}/") if change.layer else change.site

@@ -65,11 +65,11 @@ class LintView(View[LintReport]):
 def _finding(finding: LintFinding) -> Iterator[Line]:
     """Render a finding with its source line, unwrapped for editors and scripts."""
     cell = f"cell {finding.cell}:" if finding.cell is not None else ""
-    hidden = f" [suppressed: {escape_control(finding.suppressed)}]" if finding.suppressed is not None else ""
+    hidden = f" [suppressed: {finding.suppressed}]" if finding.suppressed is not None else ""
     yield line(
-        f"{escape_control(finding.file)}:{cell}{finding.line}:{finding.column}: ",
+        f"{finding.file}:{cell}{finding.line}:{finding.column}: ",
         (f"{finding.severity} {finding.code}", _STYLES[finding.severity]),
-        f" {escape_control(finding.cause)}",
+        f" {finding.cause}",
         (hidden, "dim"),
         wrap=False,
     )
@@ -79,7 +79,7 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
         yield line(f"{'':>5} | {' ' * max(indent, 0)}{'^' * width}", style="red", wrap=False)
     how = "fixable with --fix" + (" --unsafe-fixes" if finding.fixable_unsafely else "")
     fix = f"  ({how})" if finding.fixable or finding.fixable_unsafely else ""
-    yield line(f"{'':>5} = {escape_control(finding.advice)}{fix}", wrap=False)
+    yield line(f"{'':>5} = {finding.advice}{fix}", wrap=False)
 
 
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:

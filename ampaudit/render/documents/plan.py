@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ampaudit.core.sites import pattern_of
-from ampaudit.core.text import escape_control, format_bytes, plural, short_op
+from ampaudit.core.text import format_bytes, plural, short_op
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tabulate
 from ampaudit.render.view import Row, View
 from ampaudit.report.plan import PlannedMemory, PlannedSite, PlanReport
@@ -65,7 +65,7 @@ def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
                 line((site.precision, "bold" if site.precision != "float32" else "")),
                 str(casts or ""),
                 format_bytes(sum(s.cast_bytes for s in members)) if casts else "",
-                escape_control(site.rule or _DEFAULT),
+                site.rule or _DEFAULT,
             )
         )
     heads = ("site", "times", "precision", "casts", "bytes", "rule")
@@ -86,7 +86,7 @@ def stacked(
     for (place, *_), members in groups.items():
         several = len(members) > 1
         yield (
-            escape_control(place if several else site(members[0])),
+            place if several else site(members[0]),
             str(len(members)) if several else "",
             members,
         )
@@ -95,16 +95,13 @@ def stacked(
 def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
     counts = Counter(site.rule for site in sites)
     used = (use for use in plan.rules if counts[use.rule])
-    rows = (
-        (escape_control(use.rule or _DEFAULT), str(counts[use.rule]), use.reason, escape_control(use.why))
-        for use in used
-    )
+    rows = ((use.rule or _DEFAULT, str(counts[use.rule]), use.reason, use.why) for use in used)
     return tabulate(("rule", "sites", "reason", "why"), rows, left=("reason", "why"))
 
 
 def _segment_table(memory: PlannedMemory) -> Table:
     rows = [
-        (str(number), escape_control(s.first), *map(format_bytes, (s.weights, s.values, s.boundary)))
+        (str(number), s.first, *map(format_bytes, (s.weights, s.values, s.boundary)))
         for number, s in enumerate(memory.segments, 1)
     ]
     heads = ("segment", "first op", "weights", "values", "boundary")
@@ -132,7 +129,7 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
         ("Casts", f"{casts}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
         *((("Memory", _memory(plan.memory)),) if plan.memory is not None else ()),
-        *(("Note", escape_control(note)) for note in plan.notes),
+        *(("Note", note) for note in plan.notes),
     ]
 
 
@@ -142,7 +139,7 @@ def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = Fal
     common = [(s, theirs[s.site]) for s in first.sites if s.site in theirs]
     compared = [(a, b) for a, b in common if a.role not in _QUIET_ROLES]
     different = [(a, b) for a, b in compared if a.precision != b.precision]
-    policies = f"{escape_control(first.model)}: {first.policy} and {second.policy} in {first.dtype}"
+    policies = f"{first.model}: {first.policy} and {second.policy} in {first.dtype}"
     run = f"run {len(different)} of {len(compared)} sites differently"
     yield Section((line(("diff  ", "bold"), f"{policies} {run}"),))
     if different:
@@ -171,4 +168,4 @@ def _difference_table(
 
 
 def _side(site: PlannedSite) -> str:
-    return f"{site.precision} {escape_control(site.rule or _DEFAULT)}"
+    return f"{site.precision} {site.rule or _DEFAULT}"

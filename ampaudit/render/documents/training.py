@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from ampaudit.core.text import escape_control, format_bytes, format_number, format_scale, plural
+from ampaudit.core.text import format_bytes, format_number, format_scale, plural
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, headline, line, tabulate
 from ampaudit.render.findings import Alert, Suite, alert_of, finding_sections
 from ampaudit.render.verdict import verdict_section
@@ -31,7 +31,10 @@ class TrainingView(View[TrainingReport]):
         if verbosity < 0:
             yield verdict
             return
-        yield headline(report.tool.version, f"{self.name}: {_extent(report)}")
+        optimizer = f" of {report.optimizer}" if report.optimizer else ""
+        device = f" on {report.device}" if report.device else ""
+        extent = f"{plural(report.steps, 'step')}{optimizer}{device}"
+        yield headline(report.tool.version, f"{self.name}: {extent}")
         yield verdict
         alerts = self._alerts()
         visible = [alert for alert in alerts if verbosity > 0 or alert.level is not Severity.NOTE]
@@ -74,7 +77,7 @@ class TrainingView(View[TrainingReport]):
         yield from self.suites()
         rows = [
             (
-                line((escape_control(v.name), "code")),
+                line((v.name, "code")),
                 _shown(v.final_loss) if v.health.recorded else None,
                 None if v.metric is None else _shown(v.metric),
                 _skips(v),
@@ -109,14 +112,7 @@ class TrainingView(View[TrainingReport]):
             follow and f"{follow}: the loss follows FP32's",
             deviate and f"{deviate}: it deviates ({errors})",
         )
-        return escape_control("; ".join(filter(None, parts)))
-
-
-def _extent(report: TrainingReport) -> str:
-    """Describe the run: steps, optimizer and device, as far as they are known."""
-    optimizer = f" of {escape_control(report.optimizer)}" if report.optimizer else ""
-    device = f" on {escape_control(report.device)}" if report.device else ""
-    return f"{plural(report.steps, 'step')}{optimizer}{device}"
+        return "; ".join(filter(None, parts))
 
 
 def _curves(report: TrainingReport) -> Iterator[Section]:
@@ -152,13 +148,13 @@ def _curve(variant: Variant, low: float, high: float, scored: bool) -> tuple[str
     last = variant.final_loss if variant.final_loss is not None else recorded[-1].loss
     metric = _shown(variant.metric) if scored else None
     curve = sparkline([step.loss for step in recorded], low, high)
-    return escape_control(variant.name), curve, _shown(recorded[0].loss), _shown(last), metric
+    return variant.name, curve, _shown(recorded[0].loss), _shown(last), metric
 
 
 def _cost(variant: Variant) -> tuple[str | None, ...]:
     memory = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
     return (
-        escape_control(variant.name),
+        variant.name,
         _skips(variant),
         _scale(variant) or None,
         f"{variant.seconds * 1e3:.3g} ms" if variant.seconds else None,  # older reports say 0
@@ -207,7 +203,7 @@ def _shown(value: float | None) -> str:
 def _health(variant: Variant, rows: int) -> Section:
     health = variant.health
     parameters = sorted(health.parameters, key=lambda p: (-p.broken, -p.flushed, -(p.lost or 0.0)))
-    run = f"{escape_control(variant.name)} ({escape_control(variant.how)})"
+    run = f"{variant.name} ({variant.how})"
     heads = ("parameter", "gradient", "over steps", "zero", "flushed", "update", "lost")
     blocks: list[Block] = [tabulate(heads, map(_parameter, parameters[:rows]), left=("over steps",))]
     if len(parameters) > rows:
@@ -220,7 +216,7 @@ def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
     peaks = [math.log2(p) if p else (None if p is None else -40.0) for p in parameter.gradient_peaks]
     finite = [p for p in peaks if p is not None]
     return (
-        escape_control(parameter.name),
+        parameter.name,
         _shown(parameter.largest_gradient),
         sparkline(peaks, min(finite, default=0.0), max(finite, default=1.0), 16),
         f"{parameter.zero:.1%}",
@@ -243,6 +239,6 @@ def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
         yield "Update", "norm of the update over that of the weights, median over steps"
         yield "Lost", f"share of updates that {report.dtype} weights would lose: less than half an ulp"
     for note in report.notes:
-        yield "Note", escape_control(note)
+        yield "Note", note
     if hidden:
         yield "Notes", f"{plural(hidden, 'more finding')} of severity note; -v shows them"

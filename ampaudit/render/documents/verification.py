@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, format_bytes, plural
+from ampaudit.core.text import format_bytes, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.view import Row, View
 from ampaudit.report.conversion import Verification
@@ -22,12 +22,11 @@ class VerificationView(View[Verification]):
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Render the verdict, the problems, and the checks."""
-        verification, directory = self.document, escape_control(self.document.directory)
-        count = len(verification.problems)
+        verification, count = self.document, len(self.document.problems)
         if count:
-            head = line(("FAIL  ", "bold red"), f"{plural(count, 'problem')} in {directory}")
+            head = line(("FAIL  ", "bold red"), f"{plural(count, 'problem')} in {verification.directory}")
         else:
-            head = line(("PASS  ", "bold green"), f"{directory} is what was written")
+            head = line(("PASS  ", "bold green"), f"{verification.directory} is what was written")
         yield Section((head,))
         if count:
             yield Section(tuple(self._problems(count if verbosity > 0 else _SHOWN)))
@@ -36,13 +35,13 @@ class VerificationView(View[Verification]):
         )
         size = format_bytes(verification.bytes)
         checked = f"checked  {verification.files} files, {size}; {verification.tensors} tensors{masters}"
-        ran = (line(f"run      {escape_control(output)}") for output in verification.outputs)
+        ran = (line(f"run      {output}") for output in verification.outputs)
         yield Section((line(checked), *ran))
 
     def _problems(self, limit: int) -> Iterator[Line]:
         problems = self.document.problems
         for problem in problems[:limit]:
-            text = f"{escape_control(problem.where)}: {escape_control(problem.what)}"
+            text = f"{problem.where}: {problem.what}"
             yield line((f"  {problem.kind:<10}", "bold"), text)
         if len(problems) > limit:
             yield line(f"  and {len(problems) - limit} more; -v shows them", style="dim")

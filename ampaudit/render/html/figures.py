@@ -22,7 +22,7 @@ from ampaudit.render.scan_tables import (
     sweep_sections,
 )
 from ampaudit.render.verdict import verdict_words
-from ampaudit.report.bench import PARTS, BenchReport, BenchRow
+from ampaudit.report.bench import PARTS, BenchReport
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.model import Report, SiteReport
@@ -177,23 +177,23 @@ def bench_data(report: BenchReport) -> list[dict[str, Any]]:
     """Return a row per mode: megabytes by part, scaled to the measured peak, and samples per second."""
     several = len({row.batch_size for row in report.rows}) > 1
     ran = [row for row in report.rows if row.status == "ok" and row.seconds and row.least and row.most]
-    return [_row(row, several) for row in ran]
-
-
-def _row(row: BenchRow, several: bool) -> dict[str, Any]:
-    peak = (row.peak_bytes or 0) / 1e6
-    whole = row.memory.peak if row.memory is not None else 0
-    parts = {part: getattr(row.memory, part) / whole * peak for part in PARTS} if whole else {"peak": peak}
-    return {
-        "name": f"{row.mode}, {row.batch_size}" if several else row.mode,
-        "peak": peak,
-        "parts": parts,
-        "speed": row.per_second,
-        "slowest": row.batch_size / (row.most or 1.0),
-        "fastest": row.batch_size / (row.least or 1.0),
-        "finite": row.finite,
-        "sqnr": row.sqnr_db,
-    }
+    data = []
+    for row in ran:
+        peak = (row.peak_bytes or 0) / 1e6
+        whole = row.memory.peak if row.memory is not None else 0
+        shares = {part: getattr(row.memory, part) / whole * peak for part in PARTS} if whole else {}
+        modes = {
+            "name": f"{row.mode}, {row.batch_size}" if several else row.mode,
+            "peak": peak,
+            "parts": shares or {"peak": peak},
+            "speed": row.per_second,
+            "slowest": row.batch_size / (row.most or 1.0),
+            "fastest": row.batch_size / (row.least or 1.0),
+            "finite": row.finite,
+            "sqnr": row.sqnr_db,
+        }
+        data.append(modes)
+    return data
 
 
 @dataclass(frozen=True, slots=True)
