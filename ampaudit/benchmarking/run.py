@@ -255,7 +255,6 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
 
 
 def _failed(row: BenchRow, error: Exception) -> BenchRow:
-    """Return the row of a mode that failed."""
     text = first_line(error)
     memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
     status: Literal["out of memory", "failed"] = "out of memory" if memory else "failed"

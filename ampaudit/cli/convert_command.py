@@ -74,7 +74,14 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
         _refuse("--to float32 restores what was stored", given(options).keys() - {"target", "force", "debug"})
-        _restore(model, output, options)
+
+        from ampaudit.core.text import format_bytes
+        from ampaudit.export.restore import restore
+
+        with ProgressBar(model) as progress:
+            manifest = restore(Path(model), output, force=options["force"], on_progress=progress.update)
+        size = format_bytes(sum(record.size for record in manifest.files.values()))
+        click.echo(f"restored {len(manifest.tensors)} tensors ({size}) to {output}, bit for bit")
         return
     conversion = _convert(model, output, options, context)
     deliver_document(conversion, options | {"output": None, "force": False})
@@ -112,16 +119,6 @@ def _refuse(why: str, unused: Set[str]) -> None:
         if parameter.name in unused:
             flag = parameter.opts[-1]
             raise UsageError(f"{why}: {flag} has no effect", hint=f"leave out {flag}")
-
-
-def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
-    from ampaudit.core.text import format_bytes
-    from ampaudit.export.restore import restore
-
-    with ProgressBar(model) as progress:
-        manifest = restore(Path(model), output, force=options["force"], on_progress=progress.update)
-    size = format_bytes(sum(record.size for record in manifest.files.values()))
-    click.echo(f"restored {len(manifest.tensors)} tensors ({size}) to {output}, bit for bit")
 
 
 @click.command("verify")

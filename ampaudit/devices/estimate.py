@@ -45,7 +45,6 @@ class OpCounter(TorchDispatchMode):
         self.ops: list[OpCost] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and record its cost."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not func.is_view and func not in _FREE:

@@ -128,8 +128,10 @@ def write_weights(
             (directory / label).unlink()
             working = _write_working(part, storage, directory / label, clip, None, {})
         result.files[label] = (working.sha256, working.size)
-        master = _write_masters(part, storage, directory, label) if masters else None
-        if master is not None:
+        rounded = [e.name for e in part.entries.values() if storage[e.name].dtype != e.dtype]
+        master = None
+        if masters and rounded:
+            master = write_part(directory / _master_name(label), part, rounded)
             result.files[_master_name(label)] = (master.sha256, master.size)
         for name, entry in part.entries.items():
             result.tensors[name] = _stored(entry, storage[name], label, working, master)
@@ -203,13 +205,6 @@ def _write_working(
     entries = [TensorEntry(e.name, decisions[e.name].dtype, e.shape) for e in part.entries.values()]
     pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
     return write_safetensors(path, entries, part.metadata, pieces)
-
-
-def _write_masters(
-    part: Part, decisions: Mapping[str, StorageDecision], directory: Path, label: str
-) -> Written | None:
-    rounded = [e.name for e in part.entries.values() if decisions[e.name].dtype != e.dtype]
-    return write_part(directory / _master_name(label), part, rounded) if rounded else None
 
 
 def _master_name(label: str) -> str:

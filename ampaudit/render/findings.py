@@ -164,7 +164,6 @@ class Suite:
     gaps: str = ""
 
     def __post_init__(self) -> None:
-        """Escape control characters."""
         for name in ("name", "label", "gate", "tool_version", "gaps"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))

@@ -236,6 +236,11 @@ def watched_report(
     ]
     healths = [health for _, health in loops]
     device = loops[0][0].param_groups[0]["params"][0].device.type
+    left_out = []
+    if any(health.steps for health in healths) and not any(health.recorded for health in healths):
+        left_out.append("no loss was recorded: call loss(value) of the monitor in the loop")
+    if dropped := sum(health.dropped for health in healths):
+        left_out.append(f"{plural(dropped, 'recorded loss')} left out: the loop took no step on them")
     return training_report(
         ModelInfo(type(model).__name__, "object", None),
         device,
@@ -244,17 +249,8 @@ def watched_report(
         seed=None,
         optimizer=", ".join(dict.fromkeys(kinds)),
         fail_on="error",
-        notes=(*notes, *_watched_notes(healths)),
+        notes=(*notes, *left_out),
     )
-
-
-def _watched_notes(healths: Sequence[Health]) -> Iterator[str]:
-    """Yield notes on what was not recorded."""
-    if any(health.steps for health in healths) and not any(health.recorded for health in healths):
-        yield "no loss was recorded: call loss(value) of the monitor in the loop"
-    dropped = sum(health.dropped for health in healths)
-    if dropped:
-        yield f"{plural(dropped, 'recorded loss')} left out: the loop took no step on them"
 
 
 def diverged_at(losses: Sequence[float | None], reference: Sequence[float | None]) -> int | None:

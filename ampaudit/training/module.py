@@ -226,13 +226,11 @@ class _RoundFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Round the value."""
         ctx.dtype = dtype
         return by_parts(partial(rounded, dtype=dtype), value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Round the gradient."""
         return _RoundFunction.apply(gradients[0], ctx.dtype), None
 
 

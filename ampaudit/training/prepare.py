@@ -142,7 +142,12 @@ class LossScaler(GradScaler):
         """Unscale as torch does, then agree on overflow within the group."""
         if not self.is_enabled():
             return
-        _refuse_16_bits(optimizer)
+        if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters_of(optimizer)):
+            raise UsageError(
+                "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
+                "rounding, and torch unscales no float16 gradients",
+                hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
+            )
         super().unscale_(optimizer)
         self._agree(optimizer)
 
@@ -233,16 +238,6 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
         PolicyError: The profile does not exist.
     """
     return LossScaler(profile(name).scale, device, group=group)
-
-
-def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
-    """Reject 16-bit gradients before torch does, with a hint."""
-    if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters_of(optimizer)):
-        raise UsageError(
-            "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
-            "rounding, and torch unscales no float16 gradients",
-            hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
-        )
 
 
 @dataclass(frozen=True, repr=False)

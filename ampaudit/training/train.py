@@ -218,25 +218,15 @@ class _VariantRun:
                 hint="lower the learning rate, or inspect the batch",
             )
 
-    @property
-    def bytes_held(self) -> int:
-        """The size of parameters, gradients and optimizer state in this variant's dtypes, in bytes."""
-        low_precision = self.spec.storage != "float32"
-        tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
-        tensors += optimizer_state(self.training.optimizer)
-        return sum(
-            t.numel() * (2 if low_precision and t.is_floating_point() else t.element_size()) for t in tensors
-        )
-
-    @property
-    def keeps_activations(self) -> bool:
-        """Whether this run keeps activations that the model's code recomputes."""
-        model = self.training.model
-        return isinstance(model, MixedModule) and model.keeps_activations
-
     def result(self, health: Health, metric: float | None, reference: Sequence[float | None]) -> Variant:
         """Compare the run with the losses of FP32."""
         losses = [record.loss for record in health.steps]
+        low_precision = self.spec.storage != "float32"
+        tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
+        tensors += optimizer_state(self.training.optimizer)
+        bytes_held = sum(
+            t.numel() * (2 if low_precision and t.is_floating_point() else t.element_size()) for t in tensors
+        )
         return Variant(
             name=self.spec.name,
             how=self.spec.description,
@@ -246,7 +236,7 @@ class _VariantRun:
             metric=metric,
             # the first steps trace the model
             seconds=statistics.median(self.seconds[len(self.seconds) // 3 :]),
-            bytes_held=self.bytes_held,
+            bytes_held=bytes_held,
             peak_bytes=self.peak,
         )
 
@@ -283,7 +273,8 @@ def _train_variants(
         run.result(health, metric, reference)
         for run, health, metric in zip(runs, healths, metrics, strict=True)
     ]
-    keeping = [run.spec.name for run in runs if run.keeps_activations]
+    models = {run.spec.name: run.training.model for run in runs}
+    keeping = [name for name, m in models.items() if isinstance(m, MixedModule) and m.keeps_activations]
     notes = [f"{', '.join(keeping)}: {KEEPS_ACTIVATIONS}"] if keeping else []
     return variants, type(runs[0].training.optimizer).__name__, notes
 
