@@ -18,7 +18,7 @@ from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_o
 from ampaudit.audit.advice.interface import Exemption, Proposal
 from ampaudit.audit.advice.pytorch import code_of_dtype, with_code
 from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
-from ampaudit.audit.advice.residual_stream import Stream, find_stream
+from ampaudit.audit.advice.residual_stream import Refusal, find_stream
 from ampaudit.audit.advice.rules import exempt_sites, exemptions_for, propose_exemptions, quoted
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.checks.range import limited_peak
@@ -167,10 +167,13 @@ class _Advisor:
         site = context.site.get(finding.site)
         if site is None or site not in context.graph_sites:
             return None
-        stream = find_stream(context.flow, site, context.number_format.max)
-        clamps = (context.flow.site(node) for node in (stream.clamps if isinstance(stream, Stream) else ()))
+        try:
+            stream = find_stream(context.flow, site, context.number_format.max)
+        except Refusal:
+            return None
+        clamps = map(context.flow.site, stream.clamps)
         acting = [each for each in clamps if each is not None and limited_peak(context, each) is not None]
-        if not isinstance(stream, Stream) or not acting:
+        if not acting:
             return None
         key = frozenset(stream.weights)
         if key not in self.streams:
@@ -186,8 +189,9 @@ class _Advisor:
             return None
         peaks = {each.id: without.observed(each.id).ref_peak for each in without.graph_sites}
         form = subject.context.number_format
-        change = residual_rescale(subject.model, subject.context.flow, site, peaks, form)
-        if not isinstance(change, ResidualRescale):
+        try:
+            change = residual_rescale(subject.model, subject.context.flow, site, peaks, form)
+        except Refusal:
             return None
         proposal = Proposal("rescale", change.change, change.paste, model=change.applied(subject.model))
         after = self.attempts.audit(proposal, rescaled)

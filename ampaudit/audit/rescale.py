@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ampaudit.audit.advice.attempts import same_function
 from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
+from ampaudit.audit.advice.residual_stream import Refusal
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.formats import low_precision_format
@@ -76,17 +77,17 @@ def _changes(
     for name in dict.fromkeys((*failing, *audit.promoted)):
         if name in refused or name not in sites:
             continue
-        change = residual_rescale(source.model, flow, sites[name], peaks, form, audit.promoted)
-        if not isinstance(change, ResidualRescale):
-            refused[name] = str(change)
-        elif other := next((weight for weight in change.weights if weight not in stored), None):
-            refused[name] = f"{other} is not stored with the weights"
-        else:
+        try:
+            change = residual_rescale(source.model, flow, sites[name], peaks, form, audit.promoted)
+            if other := next((weight for weight in change.weights if weight not in stored), None):
+                raise Refusal(f"{other} is not stored with the weights")
             changed = replace(source, model=change.applied(source.model))
             if not same_function(source, changed.model):
-                refused[name] = "FP32 does not give the same bits"
-                continue
-            (after,) = audit_policies(changed, [rules], config, session)
-            if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
-                yield changed, after, change
-            refused[name] = "the code reads the eps elsewhere as well"
+                raise Refusal("FP32 does not give the same bits")
+        except Refusal as refusal:
+            refused[name] = str(refusal)
+            continue
+        (after,) = audit_policies(changed, [rules], config, session)
+        if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
+            yield changed, after, change
+        refused[name] = "the code reads the eps elsewhere as well"

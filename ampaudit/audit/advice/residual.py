@@ -120,15 +120,17 @@ def stream_rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Propos
     if site is None or site not in context.graph_sites:
         return
     peaks = {each.id: context.observed(each.id).ref_peak for each in context.graph_sites}
-    change = residual_rescale(subject.model, context.flow, site, peaks, context.number_format)
-    if isinstance(change, ResidualRescale):
-        yield Proposal(
-            "rescale",
-            change.change,
-            change.paste,
-            model=change.applied(subject.model),
-            confirmed=lambda after: change.is_in(context.flow, after),
-        )
+    try:
+        change = residual_rescale(subject.model, context.flow, site, peaks, context.number_format)
+    except Refusal:
+        return
+    yield Proposal(
+        "rescale",
+        change.change,
+        change.paste,
+        model=change.applied(subject.model),
+        confirmed=lambda after: change.is_in(context.flow, after),
+    )
 
 
 def residual_rescale(
@@ -138,27 +140,25 @@ def residual_rescale(
     peaks: Mapping[SiteId, float],
     form: NumberFormat,
     promoted: Collection[SiteId] = (),
-) -> ResidualRescale | Refusal:
+) -> ResidualRescale:
     """Find the smallest power of two that keeps the stream of a site's value within the format.
 
     ``peaks`` holds the largest FP32 magnitude at each site, and ``promoted`` the sites in float32 that will
     be in 16 bits afterwards. The model is not changed.
+
+    Raises:
+        Refusal: The stream cannot be rescaled, or need not be.
     """
     stream = find_stream(flow, site, form.max)
-    if isinstance(stream, Refusal):
-        return stream
     site_peaks = [
         (each, peaks.get(each.id, 0.0), degree)
         for node, degree in stream.degrees.items()
         if (each := flow.site(node)) is not None and (each.dtype == torch_dtype(form) or each.id in promoted)
     ]
-    try:
-        bits = _bits(named_tensors(model), stream, site_peaks, form)
-        attributes = _attributes(model, flow, stream, bits)
-        weights = {name: -bits * degree for name, degree in stream.weights.items()}
-        return ResidualRescale(bits, weights, attributes, stream, _loss(model, weights, form))
-    except Refusal as refusal:
-        return refusal
+    bits = _bits(named_tensors(model), stream, site_peaks, form)
+    attributes = _attributes(model, flow, stream, bits)
+    weights = {name: -bits * degree for name, degree in stream.weights.items()}
+    return ResidualRescale(bits, weights, attributes, stream, _loss(model, weights, form))
 
 
 def _bits(

@@ -154,7 +154,7 @@ class ScaledCall:
 
 
 class Refusal(Exception):
-    """The reason why nothing can be rescaled."""
+    """Raised with the reason why nothing can be rescaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +191,17 @@ class AttributeChange:
     new: float
 
 
-def find_stream(flow: Flow, site: Site, limit: float) -> Stream | Refusal:
-    """Find the stream that a site's value is on; ``limit`` is the largest number of the 16-bit format."""
+def find_stream(flow: Flow, site: Site, limit: float) -> Stream:
+    """Find the stream that a site's value is on; ``limit`` is the largest number of the 16-bit format.
+
+    Raises:
+        Refusal: No weights scale the stream without a change of the model's outputs.
+    """
     if any(traced.path for traced in flow.every):
-        return Refusal("the model's code decides by values, and its graph shows only the path that it took")
+        raise Refusal("the model's code decides by values, and its graph shows only the path that it took")
     search = _Search(flow, limit)
-    try:
-        search.solve(flow.node(site))
-        return search.proof()
-    except Refusal as refusal:
-        return refusal
+    search.solve(flow.node(site))
+    return search.proof()
 
 
 @dataclass(slots=True)

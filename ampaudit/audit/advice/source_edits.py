@@ -490,17 +490,13 @@ def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
     """
     last = node.end_lineno or node.lineno
     column = character_column(file.lines[last - 1], node.end_col_offset or 0)
-    code = _outdented(code, file.indentation(node))
-    return Fix("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
-
-
-def _outdented(code: str, indentation: str) -> str:
-    """Remove the indentation of the surrounding block; the edit adds it again."""
+    indentation = file.indentation(node)  # the edit adds it again
     first, *others = code.split("\n")
     blank = all(line.startswith(indentation) or not line.strip() for line in others)
     if others and (not blank or '"""' in code or "'''" in code):
         raise ValueError("lines that cannot be re-indented")
-    return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
+    code = "\n".join([first, *(line.removeprefix(indentation) for line in others)])
+    return Fix("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
 
 
 def parenthesized(file: SourceFile, node: ast.expr) -> str:
