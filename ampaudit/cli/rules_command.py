@@ -84,14 +84,10 @@ def validate_command(file: str, debug: bool) -> None:
 def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
     """Show the ops that two policies treat differently, or with --model the layers."""
     a, b = load_policy(first), load_policy(second)
-    if model is not None:
-        _model_diff(a, b, model, form, options)
+    if model is None:
+        rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
+        print_result(render_diff(a, b, rows, verbose=options["verbose"]), _json(rows, form))
         return
-    rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
-    print_result(render_diff(a, b, rows, verbose=options["verbose"]), _json(rows, form))
-
-
-def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) -> None:
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options)
         config.check()

@@ -9,10 +9,10 @@ from pathlib import PurePath
 
 from ampaudit.core.formats import FORMATS
 from ampaudit.core.text import format_bytes, format_number, listed, plural, short_op
-from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
+from ampaudit.render.blocks import Block, Section, facts, line, tabulate
 from ampaudit.render.documents.plan import stacked
 from ampaudit.report.finding import Source
-from ampaudit.report.tuning import FrontierPoint, KeptOp, Noise, TriedSet, TuningReport
+from ampaudit.report.tuning import FrontierPoint, KeptOp, Noise, TuningReport
 
 __all__ = [
     "code_title",
@@ -139,7 +139,19 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
     """Return a row per op in float32, merged over stacked layers."""
     groups = list(stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), not grouped))
     measured = any(op.measured_without_db is not None or op.broken_without for op in report.kept)
-    rows = (_kept_cells(*group, measured=measured, full=full) for group in groups[:limit])
+    rows = []
+    for name, times, members in groups[:limit]:
+        worst = min(members, key=lambda op: -math.inf if op.without_db is None else op.without_db)
+        cells = (
+            name,
+            times,
+            _least([op.without_db for op in members]),
+            *((_measured_without(members),) if measured else ()),
+            line_text(worst.source),
+            (worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
+            *((worst.source.evident.code.strip() if worst.source is not None else "",) if full else ()),
+        )
+        rows.append(cells)
     without = ("without it", *(("measured",) if measured else ()))
     heads = ("op", "times", *without, "line", "because", *(("code",) if full else ()))
     table = tabulate(heads, rows, left=("line", "because", "code"))
@@ -147,22 +159,6 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
     what += "; measured: the same, as it was run." if measured else "."
     title = f"What stays in float32 ({len(report.kept):,} of {plural(report.ops, 'op')})"
     return Section((line(what, style="dim"), table, *_more(len(groups), limit)), title)
-
-
-def _kept_cells(
-    name: str, times: str, members: list[KeptOp], *, measured: bool, full: bool
-) -> tuple[str, ...]:
-    worst = min(members, key=lambda op: -math.inf if op.without_db is None else op.without_db)
-    source = worst.source
-    return (
-        name,
-        times,
-        _least([op.without_db for op in members]),
-        *((_measured_without(members),) if measured else ()),
-        line_text(source),
-        (worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
-        *((source.evident.code.strip() if source is not None else "",) if full else ()),
-    )
 
 
 def _measured_without(members: Sequence[KeptOp]) -> str:
@@ -268,25 +264,24 @@ def _tried(report: TuningReport, *, full: bool) -> Section:
     visible = report.tried if full else [tried for tried in report.tried if tried.step != "exhaustive"]
     metric = ("metric",) if any(tried.metric is not None for tried in report.tried) else ()
     heads = ("step", "what", "ops in float32", "predicted", "measured", *metric, "enough")
-    rows = (_tried_cells(tried, metric=bool(metric)) for tried in visible)
+    rows = [
+        (
+            _STEPS[tried.step],
+            tried.what,
+            f"{tried.ops:,}",
+            format_accuracy(tried.predicted_db),
+            format_accuracy(tried.measured_db, broken=tried.broken),
+            *(("" if tried.metric is None else format_number(tried.metric),) if metric else ()),
+            line(("yes", "green") if tried.reached else ("no", "")),
+        )
+        for tried in visible
+    ]
     blocks: list[Block] = [tabulate(heads, rows, left=("what", "enough"))]
     if alone and not full:
         enough = sum(tried.reached for tried in alone)
         rest = f"and {plural(len(alone), 'choice')} with one op fewer, {enough or 'none'} of them enough"
         blocks.append(line(f"{rest}; -v shows them", style="dim"))
     return Section(tuple(blocks), f"Tried ({plural(len(report.tried), 'choice')})")
-
-
-def _tried_cells(tried: TriedSet, *, metric: bool) -> tuple[str | Line, ...]:
-    return (
-        _STEPS[tried.step],
-        tried.what,
-        f"{tried.ops:,}",
-        format_accuracy(tried.predicted_db),
-        format_accuracy(tried.measured_db, broken=tried.broken),
-        *(("" if tried.metric is None else format_number(tried.metric),) if metric else ()),
-        line(("yes", "green") if tried.reached else ("no", "")),
-    )
 
 
 def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:

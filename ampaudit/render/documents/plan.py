@@ -38,9 +38,17 @@ class PlanView(View[PlanReport]):
             hidden = len(sites) - len(visible)
             blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
-        yield Section((_rule_table(plan, sites),))
+        counts = Counter(site.rule for site in sites)
+        used = [use for use in plan.rules if counts[use.rule]]
+        rules = [(use.rule or _DEFAULT, str(counts[use.rule]), use.reason, use.why) for use in used]
+        yield Section((tabulate(("rule", "sites", "reason", "why"), rules, left=("reason", "why")),))
         if plan.memory is not None:
-            yield Section((_segment_table(plan.memory),))
+            segments = [
+                (str(number), s.first, *map(format_bytes, (s.weights, s.values, s.boundary)))
+                for number, s in enumerate(plan.memory.segments, 1)
+            ]
+            heads = ("segment", "first op", "weights", "values", "boundary")
+            yield Section((tabulate(heads, segments, left=("first op",), width=24),))
         yield Section((facts(_totals(plan)),))
 
     def rows(self) -> Iterator[Row]:
@@ -92,22 +100,6 @@ def stacked(
         )
 
 
-def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
-    counts = Counter(site.rule for site in sites)
-    used = (use for use in plan.rules if counts[use.rule])
-    rows = ((use.rule or _DEFAULT, str(counts[use.rule]), use.reason, use.why) for use in used)
-    return tabulate(("rule", "sites", "reason", "why"), rows, left=("reason", "why"))
-
-
-def _segment_table(memory: PlannedMemory) -> Table:
-    rows = [
-        (str(number), s.first, *map(format_bytes, (s.weights, s.values, s.boundary)))
-        for number, s in enumerate(memory.segments, 1)
-    ]
-    heads = ("segment", "first op", "weights", "values", "boundary")
-    return tabulate(heads, rows, left=("first op",), width=24)
-
-
 def _memory(memory: PlannedMemory) -> str:
     """Describe the memory that a scan by segment needs."""
     count = len(memory.segments)
@@ -143,7 +135,15 @@ def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = Fal
     run = f"run {len(different)} of {len(compared)} sites differently"
     yield Section((line(("diff  ", "bold"), f"{policies} {run}"),))
     if different:
-        yield Section((_difference_table(first, second, different, verbose),))
+        sites = stacked(
+            different,
+            lambda pair: pair[0].site,
+            lambda pair: (*map(_side, pair), short_op(pair[0].op)),
+            verbose,
+        )
+        rows = ((name, times, *map(_side, members[0])) for name, times, members in sites)
+        names = ("site", "times", first.policy, second.policy)
+        yield Section((tabulate(names, rows, left=names[2:], width=24),))
     only = [len(first.sites) - len(common), len(second.sites) - len(common)]
     if any(only):
         sides = f"{only[0]} sites only under {first.policy}, {only[1]} only under {second.policy}"
@@ -151,20 +151,6 @@ def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = Fal
     totals = zip(_totals(first)[:3], _totals(second)[:3], strict=True)
     heads = (line(""), line(first.policy, style="bold"), line(second.policy, style="bold"))
     yield Section((facts([heads, *((label, ours, other) for (label, ours), (_, other) in totals)]),))
-
-
-def _difference_table(
-    first: PlanReport,
-    second: PlanReport,
-    different: Sequence[tuple[PlannedSite, PlannedSite]],
-    verbose: bool,
-) -> Table:
-    heads = ("site", "times", first.policy, second.policy)
-    groups = stacked(
-        different, lambda pair: pair[0].site, lambda pair: (*map(_side, pair), short_op(pair[0].op)), verbose
-    )
-    rows = ((name, times, *map(_side, members[0])) for name, times, members in groups)
-    return tabulate(heads, rows, left=heads[2:], width=24)
 
 
 def _side(site: PlannedSite) -> str:
