@@ -23,7 +23,6 @@ from ampaudit.audit.advice.rules import exempt_sites, exemptions_for, propose_ex
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.checks.range import limited_peak
 from ampaudit.audit.checks.suppress import Suppression
-from ampaudit.audit.config import ScanConfig
 from ampaudit.core.session import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural
@@ -86,7 +85,6 @@ def advised(
     source: ModelSource,
     run_config: RunConfig,
     context: CheckContext,
-    config: ScanConfig,
     hiding: Sequence[Suppression],
     on_progress: Progress,
 ) -> tuple[tuple[Finding, ...], CombinedPolicy | None]:
@@ -99,7 +97,7 @@ def advised(
     if not errors:
         return tuple(findings), None
     subject = AdviceContext(source.model, run_config.rules, context)
-    attempts = Attempts(subject, source, run_config, config, tuple(hiding), on_progress)
+    attempts = Attempts(subject, source, run_config, context.config, tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
     later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
     annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}

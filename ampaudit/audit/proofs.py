@@ -146,12 +146,11 @@ def stressed(
     audit: Audit,
     run_config: RunConfig,
     context: CheckContext,
-    config: ScanConfig,
     on_progress: Progress,
 ) -> tuple[Stressed, ...]:
     """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
     refuse_path(audit.converted.traced, "--stress")
-    table = context.bounds
+    table, config = context.bounds, context.config
     assert table is not None
     by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
     places = audit.converted.traced.placeholders

@@ -286,7 +286,7 @@ def _report(
     if advising:
         from ampaudit.audit.advise import advised
 
-        findings, combined = advised(findings, source, run_config, context, config, hiding, on_progress)
+        findings, combined = advised(findings, source, run_config, context, hiding, on_progress)
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
     native = audit.record.backend == "native" and not config.static
@@ -317,7 +317,7 @@ def _report(
         combined=combined,
         advised=advising,
         sections={each.name: measuring(each).section(audit, form) for each in instruments},
-        stressed=stressed(source, audit, run_config, context, config, on_progress) if stress else (),
+        stressed=stressed(source, audit, run_config, context, on_progress) if stress else (),
     )
 
 

@@ -156,7 +156,7 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
     gradient = gradients.sites.get(site.id) if gradients is not None else None
     if stats is not None:
         forward = _forward(stats, context.number_format, context.record.names.get(stats.peak_batch))
-        if context.ranges_only:
+        if context.config.ranges:
             what_if = {form.name: _what_if(stats, form) for form in WHAT_IF_FORMATS}
     return SiteReport(
         site=site.id,
@@ -183,7 +183,7 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
     """Estimate the tail risk of the 16-bit sites nearest the limit, if there are enough batches."""
-    if context.record.batches < MIN_BATCHES or context.record.origins or context.step_count is not None:
+    if context.record.batches < MIN_BATCHES or context.record.origins or context.config.steps is not None:
         return ()
     shapes = [shape for shape, _ in context.flow.traced.signature]
     samples = shapes[0][0] if shapes and shapes[0] else 1

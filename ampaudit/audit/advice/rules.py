@@ -74,7 +74,9 @@ def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
     context = subject.context
     before = [context.observed(maker.id) for site in first for maker in context.flow.makers(site)]
     accuracies = (stats.sqnr_db for stats in before if stats.sqnr_db is not None)
-    return any(stats.samples.flushed for stats in before) or any(db < context.min_sqnr for db in accuracies)
+    return any(stats.samples.flushed for stats in before) or any(
+        db < context.config.min_sqnr for db in accuracies
+    )
 
 
 def _upstream(

@@ -84,7 +84,7 @@ def findings_on_gaps(code: str, advice: str, context: CheckContext) -> Iterator[
 def find_unmentioned(context: CheckContext) -> Iterator[Finding]:
     """Yield one note per op; ATen ops without a rule are counted in the report's coverage."""
     reported: set[str] = set()
-    for site in () if context.ranges_only else foreign_sites(context):
+    for site in () if context.config.ranges else foreign_sites(context):
         if not site.decision.explicit and site.op not in reported:
             reported.add(site.op)
             cause = f"{site.op} is not an ATen op, and no rule mentions it: it gets the dtype of its inputs"

@@ -238,13 +238,12 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
         if site.role is Role.WEIGHT_CAST and (stats := record.sites.get(site.id)) is not None
         if not stats.cancelled and stats.values.ref_peak and stats.values.sqnr_db is not None
     ]
+    required = context.config.min_sqnr
     for sqnr, site, stats in sorted(inaccurate, key=lambda item: item[0])[:_LISTED]:
-        if sqnr >= context.min_sqnr:
+        if sqnr >= required:
             break
         name = name_of(context, site.id, False)
-        cause = (
-            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
-        )
+        cause = f"the gradient of {name} has {sqnr:.0f} dB against FP32; {required:.0f} dB are required"
         advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
         yield gradient_finding(context, site, "AMP704", stats, cause, advice, name=name)
 

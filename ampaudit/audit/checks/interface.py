@@ -19,7 +19,7 @@ from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.audit import Audit
-from ampaudit.run.backends import parse_contract
+from ampaudit.run.backends import Contract, parse_contract
 from ampaudit.run.backward.record import NamedGradient, advice_on_scale
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import Origin, RunRecord, StepObservation
@@ -61,13 +61,9 @@ class CheckContext:
         parameter_free: Sites that do not depend on a parameter (masks, positions, constants).
         weights: Ranges of the weights that are stored in 16 bits.
         weights_read: Names of the weights that each site reads directly.
-        min_headroom: Headroom in bits below which a site is reported.
-        min_sqnr: Accuracy in dB below which a result is inaccurate.
-        ranges_only: Whether only FP32 ran (``--ranges``).
+        config: Options of the scan.
+        contract: Assumptions about kernels.
         bounds: Proved bounds, if requested.
-        fused: Whether norms are assumed to be one kernel with FP32 inside.
-        saturating: Whether overflow gives the largest finite number.
-        step_count: Number of steps of each batch; ``None`` for single calls.
     """
 
     sites: tuple[Site, ...]
@@ -77,17 +73,13 @@ class CheckContext:
     parameter_free: frozenset[str]
     weights: tuple[WeightRange, ...]
     weights_read: dict[SiteId, tuple[str, ...]]
-    min_headroom: float = 1.0
-    min_sqnr: float = 20.0
-    ranges_only: bool = False
-    fused: bool = True
-    saturating: bool = False
+    config: ScanConfig
+    contract: Contract
     bounds: BoundTable | None = None
-    step_count: int | None = None
 
     def step_of(self, call: int) -> int | None:
         """Return the step number of a call; ``None`` for an audit of single calls."""
-        return None if self.step_count is None else call % self.step_count + 1
+        return None if self.config.steps is None else call % self.config.steps + 1
 
     @cached_property
     def steps(self) -> StepsReport | None:
@@ -408,7 +400,6 @@ def context_of(
     audit: Audit, form: NumberFormat, config: ScanConfig, bounds: BoundTable | None = None
 ) -> CheckContext:
     """Build the context of one audit under a number format."""
-    contract = parse_contract(config.contract)
     return CheckContext(
         sites=audit.sites,
         record=audit.record,
@@ -417,13 +408,9 @@ def context_of(
         parameter_free=audit.parameter_free,
         weights=() if config.ranges else _weights(audit),
         weights_read=_weights_read(audit),
-        min_headroom=config.min_headroom,
-        min_sqnr=config.min_sqnr,
-        ranges_only=config.ranges,
+        config=config,
+        contract=parse_contract(config.contract),
         bounds=bounds,
-        fused=contract.fused,
-        saturating="saturate" in contract.words,
-        step_count=config.steps,
     )
 
 
@@ -484,7 +471,7 @@ def _error_growth(context: CheckContext, by_step: dict[int, list[StepObservation
         fitted = doubling_time(points)
         if fitted is not None:
             every, last = fitted
-            reaches = points[-1][0] + (-context.min_sqnr / 20 * math.log2(10) - last) * every
+            reaches = points[-1][0] + (-context.config.min_sqnr / 20 * math.log2(10) - last) * every
             soon = math.ceil(max(reaches, 1)) if reaches <= 2 * len(by_step) else None
             candidates.append((last, StepGrowth("error", name, round(every, 2), soon)))
     if candidates:

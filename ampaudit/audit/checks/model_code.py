@@ -83,7 +83,7 @@ def find_code_differs(context: CheckContext) -> Iterator[Finding]:
 
 def _severity(context: CheckContext, output: OutputDifference) -> Severity | None:
     """Return an error if the code spoils an output, a warning if it adds more error than rounding."""
-    code, limit = context.record.code, context.min_sqnr
+    code, limit = context.record.code, context.config.min_sqnr
     mostly = 2 * output.code_err_sq >= output.err_sq
     if output.problem is not None or (output.sqnr_db < limit and (mostly or output.code_sqnr_db < limit)):
         return Severity.ERROR
@@ -369,7 +369,7 @@ def _accuracy(context: CheckContext, output: str) -> float | None:
 
 def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
     accuracies = (_accuracy(context, output) for output in difference.outputs)
-    least = max(context.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
+    least = max(context.config.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
     return all(accuracy is None or accuracy >= least for accuracy in accuracies)
 
 

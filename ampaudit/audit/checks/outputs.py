@@ -39,7 +39,7 @@ def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
     comparisons = {
         name: comparison
         for name, comparison in context.record.outputs.items()
-        if comparison.accuracy_db is not None and comparison.accuracy_db < context.min_sqnr
+        if comparison.accuracy_db is not None and comparison.accuracy_db < context.config.min_sqnr
     }
     return dict(sorted(comparisons.items(), key=lambda item: item[1].accuracy_db or 0.0))
 
@@ -62,7 +62,7 @@ def accuracy_text(output: OutputComparison, dtype: str) -> str:
 
 def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
     """Yield findings of one of the three codes: one per culprit, and one per output without any."""
-    if context.harmed or context.broken_weights or context.ranges_only:
+    if context.harmed or context.broken_weights or context.config.ranges:
         return
     wrong = inaccurate(context)
     culprits = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
@@ -72,7 +72,7 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
         if not culprit.sites and _by_code(context, names[0]):
             continue
         peaks = [context.observed(site).ref_peak for site in culprit.sites]
-        if context.saturating and any(peak > context.number_format.max for peak in peaks):
+        if "saturate" in context.contract.words and any(peak > context.number_format.max for peak in peaks):
             continue  # reported as AMP116
         finding = _finding(context, culprit, wrong[names[0]], names)
         if finding.code == code:
@@ -104,9 +104,9 @@ def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, 
 def _required(context: CheckContext, output: OutputComparison) -> str:
     if output.mismatch or output.bad:
         return "it cannot be compared with FP32"
-    required = f"{context.min_sqnr:.0f}"
+    required = f"{context.config.min_sqnr:.0f}"
     if output.kind == "integer":
-        return f"at most {differing_share(context.min_sqnr):.0%} may differ (--min-sqnr {required})"
+        return f"at most {differing_share(context.config.min_sqnr):.0%} may differ (--min-sqnr {required})"
     return f"{required} dB are required"
 
 
@@ -144,7 +144,7 @@ def _explain(
         why += f"x + y rounds to x once y is below half of {dtype}'s step at x; {proof}"
         return "AMP210", why, "keep the sum in float32, or count in integers"
     growth, advice = "", "keep this op in float32"
-    if culprit.without_db is not None and culprit.without_db < context.min_sqnr:
+    if culprit.without_db is not None and culprit.without_db < context.config.min_sqnr:
         advice += " together with those that round its values again; alone it does not suffice"
     if (drop := _largest_drop(context, culprit.sites[-1], output)) is not None:
         site, before, after = drop
@@ -209,7 +209,7 @@ def _largest_drop(context: CheckContext, culprit: SiteId, output: str) -> tuple[
 
 def find_output_variation(context: CheckContext) -> Iterator[Finding]:
     """Find outputs that are accurate only because of their mean."""
-    if context.ranges_only or context.harmed:
+    if context.config.ranges or context.harmed:
         return
     wrong = inaccurate(context)
     for name, site, _ in context.outputs:
@@ -297,7 +297,7 @@ def find_growth(context: CheckContext) -> Iterator[Finding]:
     """
     if any(row.origins or row.faults for row in context.record.steps):
         return
-    count = context.step_count
+    count = context.config.steps
     for growth in _harmful(context):
         site = context.output_site(growth.name) or context.site.get(SiteId(growth.name))
         if site is None or (growth.reaches or 0) <= (count or 0):
@@ -306,7 +306,7 @@ def find_growth(context: CheckContext) -> Iterator[Finding]:
         reached = f"at about step {growth.reaches}, beyond the {count} that were run"
         if growth.what == "error":
             cause = f"the error of {growth.name} doubles {every} its accuracy falls below "
-            cause += f"{context.min_sqnr:.0f} dB {reached}"
+            cause += f"{context.config.min_sqnr:.0f} dB {reached}"
             advice = "keep in float32 what is carried from step to step, or run fewer steps"
         else:
             cause = (

@@ -260,8 +260,8 @@ def find_local_error(context: CheckContext) -> Iterator[Finding]:
             continue  # the overflow of an input is another finding
         severity = local_error_matters(context, site)
         if severity is not None:
-            db = context.observed(site.id).local_sqnr_db
-            text = f"on exact inputs this op alone gives {db:.0f} dB; {context.min_sqnr:.0f} dB are required"
+            db, required = context.observed(site.id).local_sqnr_db, context.config.min_sqnr
+            text = f"on exact inputs this op alone gives {db:.0f} dB; {required:.0f} dB are required"
             advice = "keep this op in float32: the error is its own, not inherited"
             yield finding_at(context, site, "AMP208", text, advice, severity=severity)
 
@@ -274,10 +274,10 @@ def local_error_matters(context: CheckContext, site: Site) -> Severity | None:
     db = context.observed(site.id).local_sqnr_db
     by_design = site.id in context.record.by_design or site.id in context.record.masks
     excluded = by_design or context.from_weight(site) is not None
-    if db is None or db >= context.min_sqnr or excluded or site.role is not Role.COMPUTE:
+    if db is None or db >= context.config.min_sqnr or excluded or site.role is not Role.COMPUTE:
         return None
     accuracies = [accuracy for _, _, accuracy in context.outputs if accuracy is not None]
-    shows = min(accuracies, default=0.0) < context.min_sqnr + NOTICEABLE_DB
+    shows = min(accuracies, default=0.0) < context.config.min_sqnr + NOTICEABLE_DB
     return Severity.WARNING if shows else Severity.NOTE
 
 

@@ -26,7 +26,7 @@ _NEAR = 0.9  # of float16's largest number: clamps to 64504 and 6e4 stand for it
 
 def find_headroom(context: CheckContext) -> Iterator[Finding]:
     """Find healthy 16-bit sites with too little headroom; masks are large by design."""
-    if context.ranges_only:
+    if context.config.ranges:
         return
     form = context.number_format
     for site in context.sites:
@@ -35,7 +35,7 @@ def find_headroom(context: CheckContext) -> Iterator[Finding]:
         if exempt or not stats.elements or not context.low_precision(site):
             continue
         bits = form.headroom_bits(stats.finite_peak)
-        if bits < context.min_headroom and stats.bad == 0:
+        if bits < context.config.min_headroom and stats.bad == 0:
             cause = (
                 f"a peak of {format_number(stats.finite_peak)} leaves "
                 f"{bits:.2f} bits of headroom below {format_number(form.max)}"
@@ -48,7 +48,7 @@ def find_headroom(context: CheckContext) -> Iterator[Finding]:
 
 def find_what_if(context: CheckContext) -> Iterator[Finding]:
     """Find sites whose FP32 peak would round to infinity, except masks and constants."""
-    if not context.ranges_only:
+    if not context.config.ranges:
         return
     form = context.number_format
     for site in context.sites:
@@ -63,7 +63,7 @@ def find_what_if(context: CheckContext) -> Iterator[Finding]:
 
 def find_saturated(context: CheckContext) -> Iterator[Finding]:
     """Under ``--contract saturate``: find values beyond the format in FP32, except masks and constants."""
-    if not context.saturating:
+    if "saturate" not in context.contract.words:
         return
     form = context.number_format
     for site in context.low_precision_sites:
@@ -98,7 +98,7 @@ def find_hidden_clamp(context: CheckContext) -> Iterator[Finding]:
                 continue
             reported.add(site.id)
             db = origin.hidden_sqnr_db
-            right = db is None or db >= context.min_sqnr
+            right = db is None or db >= context.config.min_sqnr
             how = "with the right values" if right else f"and wrong ({db:.0f} dB against FP32)"
             if site.id in context.only_in_low_precision:
                 how = "which the FP32 model does not run"
@@ -147,7 +147,7 @@ def find_inside_norm(context: CheckContext) -> Iterator[Finding]:
         if inside < form.overflow_at or site.id in context.broken_sites:
             continue
         what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
-        if context.fused:
+        if context.contract.fused:
             what = (
                 "a kernel with float32 inside is assumed here; taken apart, as in many exports, it overflows"
             )
@@ -158,7 +158,7 @@ def find_inside_norm(context: CheckContext) -> Iterator[Finding]:
             f"a square inside reaches {format_number(inside)}; "
             f"{form.name} ends at {format_number(form.max)}; {what}",
             "keep this norm and its input in float32, or divide the input by its peak first",
-            severity=Severity.NOTE if context.fused else Severity.ERROR,
+            severity=Severity.NOTE if context.contract.fused else Severity.ERROR,
         )
 
 
@@ -185,7 +185,7 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
         poisons = dict.fromkeys(p for o, s in explained for p in (s.id, *o.poisons))
         users = (site for site, names in context.weights_read.items() if weight.name in names)
         accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
-        accurate = all(db >= context.min_sqnr for db in accuracies)
+        accurate = all(db >= context.config.min_sqnr for db in accuracies)
         harmless = not weight.parameter and not explained and accurate
         first: Site | None = explained[0][1] if explained else None
         yield weight_finding(
