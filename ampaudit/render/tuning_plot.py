@@ -63,7 +63,6 @@ class _Picture:
 
     @property
     def marks(self) -> tuple[_Mark, ...]:
-        """All points."""
         return (*self.predicted, *self.measured, *(mark for _, mark in self.named))
 
 

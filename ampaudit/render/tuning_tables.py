@@ -193,7 +193,6 @@ def _more(count: int, limit: int | None) -> Iterator[Block]:
 
 
 def _summary(report: TuningReport) -> Iterator[tuple[str, str]]:
-    """Describe arithmetic, storage, and the minimized cost."""
     ops, casts = f"{len(report.kept):,} of {plural(report.ops, 'op')}", plural(report.casts, "cast")
     yield "Arithmetic", f"{ops} in float32; {casts} per forward pass"
     share = f" ({report.bytes_after / report.bytes_before:.0%})" if report.bytes_before else ""
@@ -303,7 +302,6 @@ def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:
 
 
 def _remarks(report: TuningReport) -> Iterator[tuple[str, str]]:
-    """Describe the rule file, the runs, their time, the inputs and notes."""
     yield "Rule file", f"{report.name}, {plural(len(report.policy.splitlines()), 'line')}"
     yield "Runs", f"{report.runs:,}: forward passes in 16 bits, and backward passes that probe the outputs"
     if report.seconds:
@@ -368,7 +366,6 @@ def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outpu
 
 
 def _summed(rows: Sequence[Noise]) -> Noise:
-    """Add up the errors of several values."""
     noise = sum(10.0 ** (-row.db / 10.0) for row in rows if row.db is not None and abs(row.db) < _FINITE)
     db = rows[0].db if len(rows) == 1 else -10.0 * math.log10(noise) if noise else None
     return replace(rows[0], db=db, share=sum(row.share for row in rows))

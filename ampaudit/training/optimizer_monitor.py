@@ -383,7 +383,6 @@ class StepMeter:
 
 
 def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
-    """Summarize a parameter over the watched steps."""
     ratios = [
         row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
     ]

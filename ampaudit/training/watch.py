@@ -44,7 +44,6 @@ class TrainingMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching; the record stays."""
         self.close()
 
     def close(self) -> None:

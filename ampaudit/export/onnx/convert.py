@@ -245,7 +245,6 @@ def _is_comparable(exact: torch.Tensor) -> bool:
 
 
 def _refuse_options(config: ConvertConfig) -> None:
-    """Reject options that do not apply to ONNX models."""
     model_options = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
     weight_options = (("--no-masters", not config.masters), ("--rescale", config.rescale))
     for flag, set_by_user in (*model_options, *weight_options):
@@ -260,7 +259,6 @@ def _refuse_options(config: ConvertConfig) -> None:
 
 
 def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
-    """Rewrite the plan's graph and write it."""
     import onnx_ir as ir
 
     model = plan.file.model

@@ -110,7 +110,6 @@ def _memory(memory: PlannedMemory) -> str:
 
 
 def _totals(plan: PlanReport) -> list[tuple[str, str]]:
-    """Describe precision, casts and weights."""
     weights = plan.weights
     other = f", {plan.other} in another dtype" if plan.other else ""
     casts = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"

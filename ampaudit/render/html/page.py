@@ -90,7 +90,6 @@ def _breakable(name: str) -> Markup:
 
 
 def _pages(codes: Collection[str]) -> dict[str, Markup]:
-    """Return the page of each code as HTML."""
     pages = all_pages()
     return {code: Markup(_page_body(pages[code].text)) for code in sorted(codes) if code in pages}
 
