@@ -20,12 +20,19 @@ _MAX_NAME = 60
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """The assumed range of one input."""
+    """The assumed range of one input.
 
-    name: str  # of the input in reports, such as ``input[0]``
-    low: float  # smallest value
-    high: float  # largest value
-    source: str  # ``stated``, ``embedding table`` or ``batches``
+    Attributes:
+        name: Name of the input in reports, such as ``input[0]``.
+        low: Smallest value.
+        high: Largest value.
+        source: ``stated``, ``embedding table`` or ``batches``.
+    """
+
+    name: str
+    low: float
+    high: float
+    source: str
 
 
 def parse_assumption(text: str) -> tuple[str, float, float]:
