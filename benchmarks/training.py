@@ -89,7 +89,7 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
     scale = StartingScale(256.0, False, "benchmark")
     plan = RunConfig(
-        rules, rules, FLOAT16, device, recorders=(GradientAudit,), functional=True, loss_scale=scale
+        rules, rules, FLOAT16, device, recorders=(GradientAudit,), functionalize=True, loss_scale=scale
     )
     runner = Runner(WithLoss(model, loss), plan)
     batch = Batch(((), kwargs, item_apart((), kwargs, kwargs)))

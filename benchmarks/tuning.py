@@ -53,7 +53,7 @@ def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, 
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
     recorders = (partial(SensitivityProbe, batches=batches),)
     config = RunConfig(
-        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functional=True
+        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functionalize=True
     )
     (audit,) = run_audits(model.model, batches, [config], silent)
     (probe,) = audit.recorders

@@ -195,12 +195,12 @@ def _configured(
             f"backend is of type {type(backend).__name__}", hint="pass a Backend, or leave it out"
         )
     common = RunConfig(
-        None,
-        load_policy("torch-cuda"),
-        low_precision_format(config.dtype),
-        device,
-        config.seed,
-        backend,
+        rules=None,  # differ by policy
+        author_rules=load_policy("torch-cuda"),
+        number_format=low_precision_format(config.dtype),
+        device=device,
+        seed=config.seed,
+        backend=backend,
         keep_graphs=config.prove or config.stress > 0,
         keep_outputs=session.keep_outputs,
         release=source.release,
@@ -238,7 +238,7 @@ def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig
         scale = starting_scale(run_config.rules.file.loss_scale, run_config.number_format)
         if config.loss_scale is not None:
             scale = StartingScale(config.loss_scale, False, "as given")
-        run_config = replace(run_config, recorders=(GradientAudit,), functional=True, loss_scale=scale)
+        run_config = replace(run_config, recorders=(GradientAudit,), functionalize=True, loss_scale=scale)
     for instrument in requested(config):
         run_config = measuring(instrument).configured(run_config, source, config)
     return run_config
@@ -247,17 +247,20 @@ def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig
 def _run(
     source: ModelSource, run_configs: list[RunConfig], config: ScanConfig, session: Session
 ) -> tuple[list[Audit], list[Audit | None]]:
-    """Run all configurations; of an execution contract, also without it."""
+    """Run every configuration; with ``--contract``, also each on the usual backend, to compare."""
     if config.static:
         from ampaudit.audit.proofs import static_audit
 
         return [static_audit(source, each) for each in run_configs], [None] * len(run_configs)
-    usual = []
+    without_contract = []
     if parse_contract(config.contract).words:
-        usual = [replace(each, backend=session.backend, recorders=(), min_sqnr=None) for each in run_configs]
-    share = session.share or ALONE
-    audits = run_audits(source.model, source.batches, [*run_configs, *usual], session.on_progress, share)
-    return audits[: len(run_configs)], [*audits[len(run_configs) :]] if usual else [None] * len(run_configs)
+        changes: dict[str, Any] = {"backend": session.backend, "recorders": (), "min_sqnr": None}
+        without_contract = [replace(each, **changes) for each in run_configs]
+    share, count = session.share or ALONE, len(run_configs)
+    audits = run_audits(
+        source.model, source.batches, [*run_configs, *without_contract], session.on_progress, share
+    )
+    return audits[:count], [*audits[count:]] if without_contract else [None] * count
 
 
 def _report(

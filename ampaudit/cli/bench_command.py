@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.cli.options import GroupedCommand, config_from, config_options, plot_option, report_options
+from ampaudit.cli.options import FirstRankCommand, config_from, config_options, plot_option, report_options
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
@@ -19,7 +19,7 @@ from ampaudit.render.render import keeping
 __all__ = ["bench_command"]
 
 
-@click.command("bench", cls=GroupedCommand)
+@click.command("bench", cls=FirstRankCommand)
 @click.argument("model")
 @config_options(BenchConfig, SourceConfig, leave_out=("batches", "stream"))
 @plot_option("memory and speed")

@@ -8,7 +8,7 @@ import click
 
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import (
-    DividedCommand,
+    GroupedCommand,
     among_ranks,
     config_from,
     config_options,
@@ -23,7 +23,7 @@ from ampaudit.core.session import Session
 __all__ = ["check_command"]
 
 
-@click.command("check", cls=DividedCommand)
+@click.command("check", cls=GroupedCommand)
 @click.argument("targets", nargs=-1)
 @config_options(CheckConfig)
 @configuration_option

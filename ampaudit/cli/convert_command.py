@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     FILE,
-    GroupedCommand,
+    FirstRankCommand,
     config_from,
     config_options,
     debug_option,
@@ -38,7 +38,7 @@ __all__ = ["convert_command", "verify_command"]
 _OF_A_MODEL = set("weights inputs batches train stream fail_on min_headroom min_sqnr ignore".split())
 
 
-@click.command("convert", cls=GroupedCommand)
+@click.command("convert", cls=FirstRankCommand)
 @click.argument("model")
 @file_option("-o", "--output", required=True, metavar="DIR", help="Directory to write.")
 @config_options(ConvertConfig, SourceConfig)

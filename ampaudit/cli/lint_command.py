@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.options import (
-    GroupedCommand,
+    FirstRankCommand,
     config_from,
     config_options,
     configuration_option,
@@ -33,7 +33,7 @@ __all__ = ["lint_command"]
 _STDIN = "-"
 
 
-@click.command("lint", cls=GroupedCommand)
+@click.command("lint", cls=FirstRankCommand)
 @click.argument("paths", nargs=-1)
 @config_options(LintConfig)
 @click.option("--fix", is_flag=True, help="Apply safe fixes in place.")

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from ampaudit.cli.options import FILE, GroupedCommand, report_options
+from ampaudit.cli.options import FILE, FirstRankCommand, report_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
 from ampaudit.report.finding import FailOnGaps
@@ -15,7 +15,7 @@ from ampaudit.report.finding import FailOnGaps
 __all__ = ["merge_command"]
 
 
-@click.command("merge", cls=GroupedCommand)
+@click.command("merge", cls=FirstRankCommand)
 @click.argument("parts", nargs=-1, required=True, type=FILE)
 @click.option("--model", metavar="MODEL", help="Location of the model.  [default: as in the parts]")
 @click.option(

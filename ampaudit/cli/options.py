@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FILE",
-    "DividedCommand",
+    "FirstRankCommand",
     "GroupedCommand",
     "among_ranks",
     "config_from",
@@ -64,7 +64,7 @@ _GROUPS = {
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 
 
-class DividedCommand(click.Command):
+class GroupedCommand(click.Command):
     """A command whose help lists its options in groups; under ``torchrun``, it divides its work itself."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -84,7 +84,7 @@ class DividedCommand(click.Command):
                     formatter.write_dl([(f"{flags:{width}}", text) for flags, text in rows])
 
 
-class GroupedCommand(DividedCommand):
+class FirstRankCommand(GroupedCommand):
     """A command that the first process of ``torchrun`` runs; the others end with its exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -8,7 +8,7 @@ import click
 
 from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
-from ampaudit.cli.options import GroupedCommand, config_from, config_options, report_options
+from ampaudit.cli.options import FirstRankCommand, config_from, config_options, report_options
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_command"]
 
 
-@click.command("plan", cls=GroupedCommand)
+@click.command("plan", cls=FirstRankCommand)
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")

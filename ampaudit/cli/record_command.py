@@ -12,7 +12,7 @@ import click
 
 from ampaudit.cli.options import (
     FILE,
-    GroupedCommand,
+    FirstRankCommand,
     config_from,
     config_options,
     debug_option,
@@ -36,7 +36,7 @@ _SHOWN = 8  # called classes listed in an error
 
 @click.command(
     "record",
-    cls=GroupedCommand,
+    cls=FirstRankCommand,
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(

@@ -11,7 +11,7 @@ import click
 from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
-    DividedCommand,
+    GroupedCommand,
     among_ranks,
     config_from,
     config_options,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["audited", "report_scan", "scan_command"]
 
 
-@click.command("scan", cls=DividedCommand)
+@click.command("scan", cls=GroupedCommand)
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
 @file_option("--advise-policy", metavar="FILE", help="Write one policy for all errors; implies --advise.")

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ampaudit.cli.options import (
-    GroupedCommand,
+    FirstRankCommand,
     config_from,
     config_options,
     debug_option,
@@ -29,7 +29,7 @@ from ampaudit.training.config import TrainConfig
 __all__ = ["train_command"]
 
 
-@click.command("train", cls=GroupedCommand)
+@click.command("train", cls=FirstRankCommand)
 @click.argument("model")
 @config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
 @output_options("training")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.options import (
-    DividedCommand,
+    GroupedCommand,
     among_ranks,
     config_from,
     config_options,
@@ -34,7 +34,7 @@ __all__ = ["tune_command"]
 _RULES = (".yaml", ".yml")
 
 
-@click.command("tune", cls=DividedCommand)
+@click.command("tune", cls=GroupedCommand)
 @click.argument("model")
 @config_options(TuneConfig, SourceConfig, leave_out=("stream",))
 @file_option("--policy-file", "tuned_policy", metavar="FILE", help="Write the policy to FILE.")

@@ -131,6 +131,9 @@ def convert(
     config = config.loaded()
     if audited is None or config.tune is not None:
         (audited,) = audit_policies(opened, [config.rules], ScanConfig.of(config), session)
+    if rescaling is not None:
+        notes = (*audited.report.notes, *rescaling.notes)
+        audited = replace(audited, report=replace(audited.report, notes=notes))
     if audited.report.exit_code:
         return audited.report, None
     plan = _plan(opened, audited, config, rescaling, shapes)
@@ -383,7 +386,6 @@ def audit_rescaled(
     ]
     if not notes:
         notes = ["--rescale: nothing overflows, so no weight was rescaled"]
-    report = replace(audited.report, notes=(*audited.report.notes, *notes))
     tensors = named_tensors(source.model)
     powers: dict[tuple[object, ...], int] = {}
     for change in changes:
@@ -391,7 +393,7 @@ def audit_rescaled(
             powers[identity(tensors[name])] = powers.get(identity(tensors[name]), 0) + power
     every = {name: powers[identity(t)] for name, t in tensors.items() if identity(t) in powers}
     attributes = tuple(each for change in changes for each in change.attributes)
-    return source, replace(audited, report=report), Rescaling(every, attributes, tuple(notes))
+    return source, audited, Rescaling(every, attributes, tuple(notes))
 
 
 def is_checkpoint(location: str) -> bool:

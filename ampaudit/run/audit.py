@@ -75,8 +75,8 @@ def run_audits(
 ) -> list[Audit]:
     """Audit a model under several policies, with one run of the reference for all of them.
 
-    The configurations differ in their rules only. Policies whose measured rules promote something are run
-    again, together, with the promoted ops. Several machines may share the batches.
+    The configurations share device, seed, steps, memory limit and ``release``. Policies whose measured rules
+    promote something are run again, together, with the promoted ops. Several machines may share the batches.
 
     Raises:
         PartDone: Another machine continues with the records of this one.

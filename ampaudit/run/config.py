@@ -87,7 +87,7 @@ class RunConfig:
         keep_outputs: Function that receives the outputs of each batch, in both passes.
         release: Function that frees the memory of a weight until its next use.
         recorders: Functions that make the recorders of the run.
-        functional: Whether the graph is made functional: writes in place become new values, so that each
+        functionalize: Whether the graph is made functional: writes in place become new values, so that each
             value has one gradient.
         loss_scale: Scale of the loss, which is the last output; ``None`` without a backward pass.
         min_sqnr: Accuracy of an output in dB below which to search for the op at which its error enters;
@@ -111,7 +111,7 @@ class RunConfig:
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
     recorders: tuple[Callable[[RunConfig], Recorder], ...] = ()
-    functional: bool = False
+    functionalize: bool = False
     loss_scale: StartingScale | None = None
     min_sqnr: float | None = None
     steps: Steps | None = None

@@ -162,7 +162,7 @@ class Fp32Check:
                 self._record.code.untraced = True
                 self._places[id(traced)] = traced, None
             else:
-                fp32 = functionalized(fp32) if config.functional else fp32
+                fp32 = functionalized(fp32) if config.functionalize else fp32
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
 

@@ -518,7 +518,7 @@ class ExecutorCache:
                 f"{type(self.model).__name__} returns no tensor: there is nothing to compare",
                 hint="return the tensors that are used; None, generators and numbers have no dtype to audit",
             )
-        traced = functionalized(traced) if config.functional else traced
+        traced = functionalized(traced) if config.functionalize else traced
         converted = attach_weights(traced, config.release)
         self._record.add_seconds("trace", time.perf_counter() - started)
         program = compile_program(traced, config.device)

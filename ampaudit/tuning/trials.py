@@ -109,7 +109,7 @@ class Trials:
         run_config = RunConfig(
             self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed
         )
-        run_config = replace(run_config, recorders=(self._probe_outputs,), functional=True)
+        run_config = replace(run_config, recorders=(self._probe_outputs,), functionalize=True)
         (audit,) = run_audits(
             self.source.model, self.source.batches, [run_config], self.session.on_progress, self._share
         )

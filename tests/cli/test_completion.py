@@ -12,7 +12,7 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 
-from ampaudit.cli.options import DividedCommand
+from ampaudit.cli.options import GroupedCommand
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.devices.catalogue import all_devices
 from ampaudit.policy.load import policy_names
@@ -120,7 +120,7 @@ def test_every_option_is_in_one_group_of_the_help_text() -> None:
     for name in COMMANDS:
         context = click.Context(main, info_name="ampaudit", **main.context_settings)
         command = main.get_command(context, name)
-        if isinstance(command, DividedCommand):
+        if isinstance(command, GroupedCommand):
             grouped += 1
             inner = click.Context(command, info_name=name, parent=context)
             text = command.get_help(inner)

@@ -75,6 +75,13 @@ def test_the_converted_program_is_right_where_half_overflows(tmp_path: Path, pol
     assert power in (2.0**-n for n in range(3, 9))
 
 
+def test_a_tuned_model_says_what_was_rescaled(tmp_path: Path) -> None:
+    """Its second audit was once reported without."""
+    model, x = made(PreNorm)
+    report, _ = convert(model, x, tmp_path / "out", rescale=True, tune=40.0)
+    assert any(note.startswith("rescaled: ") for note in report.notes), report.notes
+
+
 class Padded(PreNorm):
     """Keeps rows of padding at zero, by whether the stream is."""
 

@@ -39,7 +39,7 @@ def audit(
         form,
         torch.device("cpu"),
         recorders=(GradientAudit,),
-        functional=True,
+        functionalize=True,
         loss_scale=StartingScale(scale, True, "test"),
     )
     return run_audits(WithLoss(model, loss), [batch], [plan], silent)[0]

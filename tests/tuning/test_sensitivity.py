@@ -32,7 +32,7 @@ def probed(name: str, number_format: NumberFormat) -> tuple[SensitivityProbe, Se
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
     recorders = (partial(SensitivityProbe, batches=batches),)
     config = RunConfig(
-        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functional=True
+        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functionalize=True
     )
     (audit,) = run_audits(model, batches, [config], silent)
     (probe,) = audit.recorders

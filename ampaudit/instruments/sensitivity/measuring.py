@@ -71,7 +71,7 @@ class _Measuring(Measuring):
         """Probe the gradients, if they are audited, or else the outputs."""
         if not run_config.trains:
             recorder = partial(SensitivityProbe, batches=source.batches)
-            return replace(run_config, recorders=(*run_config.recorders, recorder), functional=True)
+            return replace(run_config, recorders=(*run_config.recorders, recorder), functionalize=True)
         recorders = (GradientProbe if make is GradientAudit else make for make in run_config.recorders)
         return replace(run_config, recorders=tuple(recorders))
 

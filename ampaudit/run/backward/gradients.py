@@ -262,9 +262,10 @@ class MeasuringObserver(GradientObserver):
 class RepairingObserver(GradientObserver):
     """Measures, repairs each wrong element, and records its origin.
 
-    A wrong element gets FP32's value, clamped to the format and rounded, as do all gradients computed from a
-    repaired one, so that later gradients are audited as if the fault had not happened. The op that computed a
-    wrong share is the origin, unless its own gradient has exceeded the format since a repair.
+    A wrong element is replaced by FP32's value, clamped to the format and rounded. Every gradient computed
+    from a repaired one is replaced whole in the same way, so that later gradients are audited as if the fault
+    had not happened. The op that computed a wrong share is the origin, unless its own gradient has exceeded
+    the format since a repair.
 
     Attributes:
         inner: Observer of the repaired gradients.
@@ -283,6 +284,7 @@ class RepairingObserver(GradientObserver):
     origins: list[GradientOrigin] = field(default_factory=list)
     _beyond: set[fx.Node] = field(default_factory=set)
     _followed: set[fx.Node] = field(default_factory=set)
+    _counted: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # elements that broke in some share
 
     def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
@@ -320,6 +322,7 @@ class RepairingObserver(GradientObserver):
 
     def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
         """Measure the gradient after repairs."""
+        self._counted.pop(node, None)
         return self.inner.observe_total(node, dtype, pair)
 
     def _note(self, node: fx.Node, of: fx.Node, fault: FaultSource | None = None) -> None:
@@ -330,6 +333,10 @@ class RepairingObserver(GradientObserver):
 
     def _repair(self, of: fx.Node, pair: GradientPair, wrong: torch.Tensor) -> None:
         self._beyond.add(of)
+        if (counted := self._counted.get(of)) is None:
+            self._counted[of] = wrong
+        else:  # an element of two shares that break, or of their sum, is one
+            self._counted[of], wrong = counted | wrong, wrong & ~counted
         bad = int(wrong.sum())
         nan = int((pair[1].isnan() & wrong).sum())
         self.inner.meter.wrong(self.names.name_or_source(of), infinite=bad - nan, nan=nan)
