@@ -54,7 +54,6 @@ from ampaudit.trace.internals import (
     FakeTensorMode,
     Replacement,
     ShapeEnv,
-    fx_proxy,
     lazy_graph_modules,
     patched,
     without_torch_function,
@@ -63,7 +62,7 @@ from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
-from ampaudit.trace.stack import ModelStack, code_line, is_library, is_tool_file, library_path
+from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
@@ -311,7 +310,6 @@ def capture(
             DispatchHook(caster, path).installed(),
             custom_code.watched(),
             lazy_graph_modules(True),
-            patched((Replacement(fx_proxy, "CapturedTraceback", ModelStack),)),
         ):
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
     except NarrowedDimensions as narrowed:

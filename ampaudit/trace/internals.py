@@ -9,19 +9,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch._export.utils as export_utils
-import torch.export._trace as export_trace
 import torch.fx._symbolic_trace as fx_tracing
 import torch.utils.checkpoint
 from torch import _subclasses, compiler
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
-from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
@@ -113,6 +112,16 @@ region_calls = frozenset(
         torch._C._set_grad_enabled,
     )
 )
+
+
+def export_trace() -> ModuleType:
+    """Return the module with the steps of an export, which takes as long to import as the rest of torch."""
+    return import_module("torch.export._trace")
+
+
+def indexing() -> Any:
+    """Return the module that records indexing, which takes as long to import."""
+    return import_module("torch._dynamo._trace_wrapped_higher_order_op")
 
 
 class Replacement(NamedTuple):

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from traceback import StackSummary
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from ampaudit.trace.internals import (
     Replacement,
     custom_function_call,
     export_utils,
+    fx_proxy,
     indexing,
     inside_transform,
     needs_values,
@@ -59,7 +59,7 @@ from ampaudit.trace.op_calls import OpCalled, functional_overload, resize_output
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import READING, PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
-from ampaudit.trace.stack import is_tool_file
+from ampaudit.trace.stack import ModelStack
 from ampaudit.trace.twins import call_traced, twin_of
 from ampaudit.trace.values import widened
 
@@ -94,11 +94,12 @@ class DispatchHook:
 
         replacements = (
             Replacement(ProxyTorchDispatchMode, "__torch_dispatch__", dispatch),
-            Replacement(TracerBase, "_filter_traceback_frames", _frames_of_the_model),
+            Replacement(fx_proxy, "CapturedTraceback", ModelStack),
+            Replacement(TracerBase, "_filter_traceback_frames", lambda tracer, frames: frames),
             Replacement(autograd_function, "custom_function_call", self._call_function),
             # no mode records the steps in and out of vmap
             Replacement(export_utils, "_maybe_find_pre_dispatch_tf_mode_for_export", lambda: None),
-            Replacement(indexing, "mod_index", _index),
+            Replacement(indexing(), "mod_index", _index),
             Replacement(nn.Module, "_apply", _apply),
         )
         answering = nullcontext() if self.path is None else self.path.answering(current_layer)
@@ -139,15 +140,7 @@ class DispatchHook:
 
 def _index(value: torch.Tensor, indices: list[torch.Tensor]) -> Any:
     """Index by tensors inside ``vmap`` as torch does, without recording the function as a whole."""
-    return torch.autograd.Function.apply.__func__(indexing.ModIndex, value, indices)  # type: ignore[attr-defined]
-
-
-def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSummary:
-    """Return the frames from the first ``forward`` on, including those that torch leaves out."""
-    del tracer
-    start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
-    model_frames = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
-    return StackSummary.from_list(model_frames)
+    return torch.autograd.Function.apply.__func__(indexing().ModIndex, value, indices)  # type: ignore[attr-defined]
 
 
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -66,7 +66,7 @@ def model_frames(stack_trace: str) -> str:
 class ModelStack:
     """Stands in for torch's ``CapturedTraceback``, which looks up the code of some eighty frames for each op.
 
-    It has only what ``source_lines`` reads: the frames of the model, and those from which torch counts.
+    It has only what ``source_lines`` reads: the frames of the model, from its first ``forward`` on.
     """
 
     @classmethod
@@ -81,7 +81,9 @@ class ModelStack:
             for frame, line in traceback.walk_stack(sys._getframe(1))
             if frame.f_code.co_name == "forward" or not is_tool_file(frame.f_code.co_filename)
         ]
-        return traceback.StackSummary.from_list(frames[::-1])
+        frames.reverse()
+        start = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        return traceback.StackSummary.from_list(frames[start:])
 
 
 def running_lines() -> tuple[SourceLine | None, SourceLine | None]:

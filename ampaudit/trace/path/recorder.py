@@ -126,7 +126,7 @@ class PathRecorder:
             Replacement(FakeTensor, "__format__", _format),
         ]
         # torch.export's own max() and min() take no tensor of several values
-        builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
+        builtins = Replacement(export_trace(), "_override_builtin_ops", nullcontext)
         makers = [
             Replacement(torch, f.__name__, tensor_of(_stacking(f))) for f in (torch.tensor, torch.as_tensor)
         ]
@@ -318,7 +318,7 @@ def hidden_trace() -> Iterator[None]:
             yield
 
     replacements = (
-        Replacement(export_trace, "_compiling_state_context", flags_set),
+        Replacement(export_trace(), "_compiling_state_context", flags_set),
         Replacement(fx_tracing, "is_fx_tracing", lambda: flag),
     )
     with patched(replacements), looking_up_fake_tensors(_FakeTensorInsideTorch):
