@@ -46,7 +46,6 @@ class StoredTensor:
     crc32: int  # of its bytes
     reason: str
     parameter: str | None = None  # name in the model, if the model is known
-    used_in_float32: bool = False  # though it may be stored in 16 bits already
     master: str | None = None  # file with the unrounded values, if they differ and masters are kept
     master_dtype: TypeName | None = None  # before rounding, even without a master
     master_crc32: int | None = None
