@@ -9,10 +9,8 @@ of the last step, in which what each audit takes once weighs least.
 from __future__ import annotations
 
 import json
-import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from ampaudit.report.documents import parse_document
 from ampaudit.report.model import Report
 from benchmarks.options import parser
 from benchmarks.reports import SAVED, stretched
+from benchmarks.timing import exponent, repeated_seconds
 
 OPS = (100, 1000, 10_000)
 BATCHES = (1, 10, 100)
@@ -47,21 +46,6 @@ def chain(ops: int) -> nn.Module:
     """A model of so many ops, whose values stay small."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(ops // 5))).eval()
-
-
-def exponent(times: Mapping[int, float]) -> float:
-    """Slope of log time against log size, by least squares."""
-    sizes, seconds = ([math.log(value) for value in values] for values in (times, times.values()))
-    return statistics.linear_regression(sizes, seconds).slope
-
-
-def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 def tasks(*, smoke: bool) -> dict[str, tuple[Sequence[int], Callable[[int], Callable[[], object]]]]:
@@ -106,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in sizes:
             task = prepare(size)
             task()  # the first call imports
-            times[size] = median_seconds(task, options.repeats)
+            times[size] = statistics.median(repeated_seconds(task, options.repeats))
         last = exponent(dict(list(times.items())[-2:]))
         rows[name] = {"seconds": times, "exponent": exponent(times), "last exponent": last}
         figures = "  ".join(f"{size:,}: {seconds:.3f} s" for size, seconds in times.items())

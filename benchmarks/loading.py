@@ -11,7 +11,6 @@ import json
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import nn
 from ampaudit.checkpoint.pickled import read_state_dict
 from ampaudit.source.exported import read_program
 from benchmarks.options import parser
+from benchmarks.timing import seconds
 
 LIMIT = 1.5
 Pair = tuple[str, Callable[[], Any], Callable[[], Any]]
@@ -62,12 +62,6 @@ def loaders(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 def checkpoints(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return lambda: read_state_dict(path), lambda: torch.load(path, weights_only=True, mmap=True)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

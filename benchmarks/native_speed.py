@@ -9,7 +9,6 @@ kernel alone (the least of several). The sizes are those of BERT-base and ResNet
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.options import parser
+from benchmarks.timing import repeated_seconds
 
 Call = Callable[..., torch.Tensor]
 
@@ -42,16 +42,6 @@ def calls(scale: int) -> dict[str, tuple[Call, tuple[torch.Tensor, ...]]]:
     }
 
 
-def least_seconds(call: Callable[[], object], repeats: int) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, repeats=15).parse_args(arguments)
     torch.manual_seed(0)
@@ -61,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             low = [tensor.to(dtype) for tensor in tensors]
             wide = [tensor.float() for tensor in low]
             differ = float((call(*low) != call(*wide).to(dtype)).float().mean())
-            native, float32 = (
-                least_seconds(lambda c=call, t=side: c(*t), options.repeats) for side in (low, wide)
+            native, float32 = (  # both were called once already
+                min(repeated_seconds(lambda c=call, t=side: c(*t), options.repeats)) for side in (low, wide)
             )
             rows.append({"op": name, "dtype": str(dtype)[6:], "differ": differ})
             rows[-1] |= {"native_s": native, "float32_s": float32}

@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +22,7 @@ from ampaudit.policy import load_policy
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.path.recorder import PathTracing
 from benchmarks.options import parser
+from benchmarks.timing import repeated_seconds
 
 LAYERS = (12, 24, 48, 96)
 
@@ -52,15 +51,6 @@ class Asking(Plain):
     asks = True
 
 
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
 def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(0)
     x = torch.randn(rows, width)
@@ -73,9 +63,9 @@ def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, floa
         )
 
     with torch.no_grad():
-        forward = seconds(lambda: asking(x), repeats)
-    general = seconds(lambda: traced(plain, PathTracing.OFF), repeats)
-    path = seconds(lambda: traced(asking, PathTracing.ON), repeats)
+        forward = statistics.median(repeated_seconds(lambda: asking(x), repeats))
+    general = statistics.median(repeated_seconds(lambda: traced(plain, PathTracing.OFF), repeats))
+    path = statistics.median(repeated_seconds(lambda: traced(asking, PathTracing.ON), repeats))
     return {
         "layers": layers,
         "width": width,

@@ -21,8 +21,8 @@ from typing import Any
 
 from ampaudit.policy import Measurement, OpFacts, load_policy, policy_names
 from ampaudit.policy.decide import PlanSite, plan_graph
-from benchmarks.growth import exponent
 from benchmarks.options import parser
+from benchmarks.timing import exponent
 
 LIMITS = {"load all": 0.2, "plan 10000 sites": 1.0}
 SIZES = (100, 300, 1000, 3000, 10000)

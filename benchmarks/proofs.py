@@ -27,8 +27,8 @@ from ampaudit.trace import Role, TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
-from benchmarks.growth import exponent
 from benchmarks.options import TINY_BERT, parser
+from benchmarks.timing import exponent
 
 LIMITS = {"forward multiples": 1.0, "proved share": 0.7}
 LAYERS = (1, 3, 6, 12)

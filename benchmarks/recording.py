@@ -10,8 +10,7 @@ import platform
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import nn
 
 import ampaudit
 from benchmarks.options import parser
+from benchmarks.timing import seconds
 
 
 class Takes(nn.Module):
@@ -64,12 +64,6 @@ def written(found: list[torch.Tensor], path: Path) -> None:
     with path.open("wb", buffering=0) as stream:
         for tensor in found:
             stream.write(tensor.numpy().data)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def measured(given: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Report
 from benchmarks.options import parser
+from benchmarks.timing import repeated_seconds
 
 SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"
 SIZES = (500, 1000, 2500, 5000, 10_000)
@@ -46,11 +46,7 @@ def stretched(report: Report, sites: int) -> Report:
 
 
 def spread(call: Callable[[], Any], repeats: int) -> dict[str, float]:
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
+    seconds = repeated_seconds(call, repeats)
     return {"median": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
 
 

@@ -182,7 +182,7 @@ def bench_data(report: BenchReport) -> list[dict[str, Any]]:
         peak = (row.peak_bytes or 0) / 1e6
         whole = row.memory.peak if row.memory is not None else 0
         shares = {part: getattr(row.memory, part) / whole * peak for part in PARTS} if whole else {}
-        modes = {
+        mode = {
             "name": f"{row.mode}, {row.batch_size}" if several else row.mode,
             "peak": peak,
             "parts": shares or {"peak": peak},
@@ -192,7 +192,7 @@ def bench_data(report: BenchReport) -> list[dict[str, Any]]:
             "finite": row.finite,
             "sqnr": row.sqnr_db,
         }
-        data.append(modes)
+        data.append(mode)
     return data
 
 
