@@ -179,6 +179,7 @@ class _Worker:
             str(question),
             str(self._result),
             log=folder / "stderr",
+            imports=("torch.export._trace",),  # takes as long as torch, and each trace needs it
             environment=environment,
         )
 

@@ -304,6 +304,21 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
         assert result.exit_code < 2 or "next:" in result.error
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is imported ahead")
+def test_what_an_audit_imports_is_imported_once(tmp_path: Path) -> None:
+    code = HEAD + (
+        "import sys\nloaded = set(sys.modules)\n"
+        "class Late(nn.Linear):\n    def forward(self, x):\n"
+        f"        open({str(tmp_path / 'late')!r}, 'w').write('\\n'.join(sys.modules.keys() - loaded))\n"
+        "        return super().forward(x)\n"
+        "def get_model(): return Late(8, 8)\n"
+    )
+    (result,) = check(*written(tmp_path, {"late": code}))
+    assert result.verdict == "pass"
+    late = (tmp_path / "late").read_text().split()
+    assert len(late) < 20, late
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_parallel_checks_share_the_cores(tmp_path: Path, jobs: int) -> None:
     """A single process keeps torch's default."""
