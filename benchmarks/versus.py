@@ -1,0 +1,96 @@
+"""The times of two checkouts of ampaudit, in turns: those of a commit before a change and of this one.
+
+Each figure is what the checkout's own code takes in a process of its own: the lock-step run and ``--ranges``
+in multiples of the plain forward beside them, the trace in seconds, and whole commands in seconds.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.versus ../before [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from benchmarks.commands import pairs
+from benchmarks.options import parser
+from benchmarks.timing import seconds
+
+LOCK_STEP = """
+import json, torch
+from benchmarks import scan_overhead
+scan_overhead.keep_freed_memory()
+print(json.dumps(scan_overhead.time_subject({!r}, {}, torch.device("cpu"), **{})))
+"""
+
+
+def output(command: Sequence[str], checkout: Path, **options: str) -> str:
+    """What a command prints that runs the code of a checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": ""}
+    return subprocess.run(
+        command,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        **options,
+    ).stdout
+
+
+def lock_step(model: str, checkout: Path, *, smoke: bool) -> Iterator[tuple[str, float]]:
+    """The ratios of a scan and of ranges to the plain forward, and the seconds of the trace."""
+    # a checkout of before smoke runs does not know the option
+    code = LOCK_STEP.format(model, *((1, {"smoke": True}) if smoke else (5, {})))
+    printed = output((sys.executable, "-c", code), checkout)
+    figures = json.loads(printed.splitlines()[-1])
+    for level, ratio in figures["ratio"].items():
+        yield f"{model}, {level}, x forward", ratio["median"]
+    # the first trace of a process, that of the scan, imports torch._dynamo
+    yield f"{model}, trace, s", figures["trace_seconds"]["ranges"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time both checkouts in turns, and print medians, spread and the ratio of after to before."""
+    words = parser(__doc__, repeats=5)
+    here = Path(__file__).resolve().parents[1]
+    words.add_argument("before", type=Path, nargs="?", default=here, help="a checkout of the commit before")
+    options = words.parse_args(arguments)
+    checkouts = {"before": options.before.resolve(), "after": here}
+    figures: dict[str, dict[str, list[float]]] = {}
+
+    def keep(name: str, side: str, value: float) -> None:
+        figures.setdefault(name, {one: [] for one in checkouts})[side].append(value)
+
+    with tempfile.TemporaryDirectory() as folder:
+        commands = pairs(Path(folder), 10)
+        for name in list(commands)[: 3 if options.smoke else 0]:
+            del commands[name]
+        for turn in range(options.repeats + (not options.smoke)):  # the first reads files from the disk
+            for name, (command, _) in commands.items():
+                for side, checkout in checkouts.items():
+                    spent = seconds(partial(output, command, checkout, cwd=folder))
+                    if turn or options.smoke:
+                        keep(f"{name}, s", side, spent)
+    for _ in range(options.repeats):
+        for model in ("bert",) if options.smoke else ("bert", "resnet"):
+            for side, checkout in checkouts.items():
+                for name, value in lock_step(model, checkout, smoke=options.smoke):
+                    keep(name, side, value)
+    for name, sides in figures.items():
+        shown = [f"{median(times):.2f} ({min(times):.2f} to {max(times):.2f})" for times in sides.values()]
+        ratio = median(after / before for before, after in zip(*sides.values(), strict=True))
+        print(f"{name:28}  {' -> '.join(shown)}  {ratio:.2f} x")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
