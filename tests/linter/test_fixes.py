@@ -45,6 +45,15 @@ def test_a_repair_makes_the_good_example_of_the_page(code: str) -> None:
     assert lint(PAGES[code].bad.code, fix=True, unsafe=True).after == PAGES[code].good.code
 
 
+def test_a_repair_replaces_no_entry_of_a_checkpoint() -> None:
+    text = BAD["AMP820"]
+    assert lint(text, fix=True).fixed == 1
+    saved = text.replace('"optimizer":', '"scaler": settings, "optimizer":')
+    assert saved != text
+    assert {f.code for f in lint(saved).findings} == {"AMP820"}
+    assert lint(saved, fix=True).after == saved
+
+
 def test_a_repair_keeps_comments_and_layout() -> None:
     text = BAD["AMP807"].replace(
         "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",

@@ -186,6 +186,12 @@ def test_a_scaler_that_is_made_in_each_epoch_is_found_across_calls(
     assert codes(text.replace("BEFORE", before).replace("AGAIN", again)) == wanted
 
 
+def test_an_optimizer_that_is_made_after_a_loop_does_not_outlive_its_scalers() -> None:
+    text = EPOCHS.replace("INSIDE", 'scaler = torch.amp.GradScaler("cuda")')
+    text = text.replace("BEFORE", "pass").replace("AGAIN", "model, optimizer = make()")
+    assert codes(f"{text}    {MODEL}\n    one_epoch(model, loader, optimizer)\n") == []
+
+
 @pytest.mark.parametrize(
     ("test", "wanted"),
     [

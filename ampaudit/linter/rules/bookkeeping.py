@@ -69,9 +69,9 @@ def _made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
 
 def _makes_optimizer_before(events: list[Event], loop: ast.AST) -> bool:
     """Return whether an optimizer was made in the function of a loop, before it."""
-    around = next(e.guards for e in events if e.is_inside(loop))
+    index, around = next((i, e.guards) for i, e in enumerate(events) if e.is_inside(loop))
     outside = around[: next(i for i, guard in enumerate(around) if guard.node is loop)]
-    creations = of_type(events, OptimizerMade)
+    creations = of_type(events[:index], OptimizerMade)
     return any(
         e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in creations
     )
@@ -190,8 +190,9 @@ def _save_scaler_fix(flow: Interpreter, events: list[Event], event: CheckpointSa
     used_here = any(isinstance(e, ScalerEvent | ScalerStep) and not _calls_function(e) for e in events)
     if not (used_here or text.startswith("self.")):
         return None
-    has_names = bool(node.keys) and all(isinstance(key, ast.Constant) for key in node.keys)
-    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()") if has_names else None
+    names = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+    can_add = names and len(names) == len(node.keys) and "scaler" not in names
+    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()") if can_add else None
 
 
 def _calls_function(event: Event) -> bool:
