@@ -174,6 +174,11 @@ def test_a_plain_scan_loads_nothing_of_other_modes() -> None:
             assert not loaded, f"import it in the function that needs it: {way}"
 
 
+def test_a_checkpoint_is_converted_without_what_traces_models() -> None:
+    for name, way in ways_from("ampaudit.export.weights").items():
+        assert not name.startswith(("ampaudit.trace", "ampaudit.run")), f"this takes half a second: {way}"
+
+
 def exported(module: str) -> set[str]:
     """What a module exports of its own; packages hand on what their modules export."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))

@@ -23,6 +23,7 @@ __all__ = [
     "RescaledPart",
     "SafetensorsFile",
     "WatchedPart",
+    "clipped",
     "count_megabytes",
     "dtype_of",
     "flat_tensor",
@@ -161,6 +162,13 @@ def dtype_of(name: str) -> torch.dtype | None:
     """Return the torch dtype of a safetensors type; ``None`` if torch has none."""
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(name, ""), None)
     return None if name == "F4" else dtype
+
+
+def clipped(values: torch.Tensor, smallest: float, largest: float) -> torch.Tensor:
+    """Clip the magnitude of finite values to the limits; 0, inf and NaN stay as they are."""
+    magnitude = values.abs().clamp(smallest, largest)
+    limited = torch.copysign(magnitude, values)
+    return torch.where(values.isfinite() & (values != 0), limited, values)
 
 
 def type_name(dtype: torch.dtype, what: str) -> str:

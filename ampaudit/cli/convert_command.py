@@ -89,7 +89,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
 
 
 def _convert(model: str, output: Path, options: dict[str, Any], context: click.Context) -> Conversion:
-    from ampaudit.export.convert import convert_weights, is_checkpoint
+    from ampaudit.export.weights import convert_weights, is_checkpoint
 
     if context.get_parameter_source("policy") is ParameterSource.DEFAULT:
         options = {name: value for name, value in options.items() if name != "policy"}  # the kind decides

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import InMemory, Part, RescaledPart
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.config import given_path, with_options
@@ -35,7 +34,7 @@ from ampaudit.core.untrusted import open_regular
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retraced
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
-from ampaudit.export.manifest import Manifest, conversion_of, manifest_of, write_manifest, write_table
+from ampaudit.export.manifest import manifest_of, write_manifest, write_table
 from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import (
@@ -51,9 +50,9 @@ from ampaudit.export.weight_files import (
     StorageDecision,
     WeightFiles,
     decide_as_planned,
-    decide_by_name,
     write_weights,
 )
+from ampaudit.export.weights import conversion_to
 from ampaudit.render.json import to_json
 from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
@@ -68,7 +67,7 @@ from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.tune import tuned_rules
 
-__all__ = ["convert", "convert_weights", "copy_companions", "is_checkpoint"]
+__all__ = ["convert", "copy_companions"]
 
 # files of weights in any format, which are not copied since they would contradict the converted ones
 _WEIGHT_SUFFIXES = {
@@ -228,7 +227,7 @@ def _write(plan: _Plan, stage: Path, directory: Path, on_progress: Progress) -> 
         shapes=program.shapes,
     )
     return replace(
-        _conversion(directory, plan.checkpoint, files, write_manifest(stage, manifest)),
+        conversion_to(directory, plan.checkpoint, files, write_manifest(stage, manifest)),
         verdict=audited.report.verdict,
         onnx_casts=program.onnx.casts if program.onnx is not None else None,
         onnx_error=program.onnx_error,
@@ -394,84 +393,6 @@ def audit_rescaled(
     every = {name: powers[identity(t)] for name, t in tensors.items() if identity(t) in powers}
     attributes = tuple(each for change in changes for each in change.attributes)
     return source, audited, Rescaling(every, attributes, tuple(notes))
-
-
-def is_checkpoint(location: str) -> bool:
-    """Return whether a location holds weights without a model."""
-    return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
-
-
-def convert_weights(
-    path: Path, output: Path, options: ConvertConfig, session: Session = DEFAULT_SESSION
-) -> Conversion:
-    """Convert a checkpoint by name, shape and value, without building a model or running code.
-
-    Raises:
-        AuditError: See ``ampaudit.core.errors``; nothing is left behind.
-    """
-    options.check_output(output)
-    if options.mode == "train" or options.onnx or options.dynamic or options.rescale:
-        raise UsageError(
-            f"{path} has weights, but no graph",
-            hint="convert the model for --mode train, --onnx, --dynamic or --rescale",
-        )
-    read_files = states_of([path])
-    checkpoint = open_checkpoint(path)
-    options = options.loaded()
-    rules = options.rules
-    form = low_precision_format(options.dtype)
-    decisions = decide_by_name(checkpoint, rules, form)
-    policy = rules.file.weights
-    notes = (
-        "only weights were converted: no model was run, so nothing is known about overflow in its layers",
-    )
-    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
-        files = write_weights(
-            checkpoint,
-            decisions,
-            stage,
-            masters=options.masters,
-            clip=policy.clip,
-            measure=form,
-            keep_overflowing=policy.storage == "float32",
-            on_progress=session.on_progress,
-        )
-        manifest = manifest_of(
-            options,
-            files,
-            kind="weights",
-            source=str(path),
-            source_sha256=None,
-            seed=0,
-            clip=policy.clip,
-            notes=notes,
-        )
-        manifest = write_manifest(stage, manifest)
-        check_unchanged(read_files)
-    conversion = _conversion(output, checkpoint, files, manifest)
-    return replace(conversion, exit_code=1 if conversion.overflow or conversion.broken else 0)
-
-
-def _conversion(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
-    """Summarize a conversion; fields that need an audit or ONNX stay empty."""
-    entries = checkpoint.entries
-    wide: dict[str, tuple[int, int, str]] = {}
-    sizes = {name: replace(entries[name], dtype=tensor.dtype).size for name, tensor in files.tensors.items()}
-    for name, tensor in files.tensors.items():
-        if tensor.dtype in ("F32", "F64"):
-            count, total, largest = wide.get(tensor.reason, (0, 0, name))
-            largest = name if sizes[name] > entries[largest].size else largest
-            wide[tensor.reason] = (count + 1, total + sizes[name], largest)
-    rounded = {name for name, tensor in files.tensors.items() if tensor.master_dtype is not None}
-    return replace(
-        conversion_of(manifest, output),
-        bytes_before=sum(entry.size for entry in entries.values()) - checkpoint.widened,
-        bytes_after=sum(sizes.values()),
-        stored=dict(Counter(tensor.dtype for tensor in files.tensors.values())),
-        kept=wide,
-        overflow={n: s.overflow for n, s in files.stats.items() if s.overflow and n in rounded},
-        broken={n: s.broken for n, s in files.stats.items() if s.broken},
-    )
 
 
 def copy_companions(source: Path, target: Path, output: Path) -> None:

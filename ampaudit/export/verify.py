@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.header import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
+from ampaudit.checkpoint.parts import SafetensorsFile, clipped, dtype_of
 from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
@@ -29,7 +29,6 @@ from ampaudit.export.program import compare_output, digest_of_tensors, run_progr
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.conversion import OutputRecord, Problem, Verification
 from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
-from ampaudit.trace.converted import clipped
 
 __all__ = ["file_problem", "is_own_file", "verify"]
 
@@ -221,14 +220,16 @@ def _count_differences(
     working: SafetensorsFile, master: SafetensorsFile, name: str, stored: StoredTensor, manifest: Manifest
 ) -> int:
     dtype, wrong = dtype_of(stored.dtype), 0
-    ours, exact = working.entries[name], master.entries[name]
-    if (ours.dtype, exact.dtype) != (stored.dtype, stored.master_dtype):
+    ours, theirs = working.entries[name], master.entries[name]
+    if (ours.dtype, theirs.dtype) != (stored.dtype, stored.master_dtype):
         return 0  # reported by the check of the files
-    if dtype is None or dtype.itemsize != 2 or exact.dtype not in FLOAT_TYPES or ours.shape != exact.shape:
+    if dtype is None or dtype.itemsize != 2 or theirs.dtype not in FLOAT_TYPES or ours.shape != theirs.shape:
         return ours.elements
     for values, original in zip(working.pieces(name), master.pieces(name), strict=True):
-        rounded = (original if manifest.clip is None else clipped(original, manifest.clip)).to(dtype)
-        wrong += int((rounded.view(torch.int16) != values.view(torch.int16)).sum())
+        exact = original
+        if manifest.clip is not None:
+            exact = clipped(original, manifest.clip.min_positive, manifest.clip.max_finite)
+        wrong += int((exact.to(dtype).view(torch.int16) != values.view(torch.int16)).sum())
     return wrong
 
 

@@ -12,16 +12,11 @@ import torch
 
 from ampaudit.checkpoint.header import FLOAT_TYPES, MASTER, SINGLE, Shape, TensorEntry, TypeName
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
-from ampaudit.checkpoint.parts import Part, WatchedPart, count_megabytes, dtype_of, type_name
+from ampaudit.checkpoint.parts import Part, WatchedPart, clipped, count_megabytes, dtype_of
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
-from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import Progress, silent
-from ampaudit.policy import OpFacts, RuleSet
-from ampaudit.policy.decide import matches_any
-from ampaudit.policy.schema import Cast, Constants
-from ampaudit.trace.converted import clipped
-from ampaudit.trace.values import torch_dtype
+from ampaudit.policy.schema import Constants
 
 __all__ = [
     "StorageDecision",
@@ -29,7 +24,6 @@ __all__ = [
     "TensorStats",
     "WeightFiles",
     "decide_as_planned",
-    "decide_by_name",
     "write_weights",
 ]
 
@@ -196,7 +190,9 @@ def _write_working(
         decision = decisions[entry.name]
         dtype = dtype_of(decision.dtype) if decision.dtype != entry.dtype else None
         for piece in part.pieces(entry.name):
-            exact = piece if clip is None or dtype is None else clipped(piece, clip)
+            exact = piece
+            if clip is not None and dtype is not None:
+                exact = clipped(piece, clip.min_positive, clip.max_finite)
             if form is not None:
                 stats[entry.name].add(exact, form)
             yield exact if dtype is None else exact.to(dtype)
@@ -238,43 +234,6 @@ class StorageDecision:
     reason: str
     parameter: str | None = None  # name in the model, if the model is known
     used_in_float32: bool = False  # though it may be stored in 16 bits already
-
-
-def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
-    """Decide for a checkpoint without its model.
-
-    A policy that stores 16 bits is followed, except for its rules about modules. For a policy that casts at
-    each use, such as autocast, operands of matrix products are stored in 16 bits: tensors of two or more
-    dimensions, but not vectors (biases, norms, statistics). A policy that casts no matrix product changes
-    nothing.
-
-    Raises:
-        UsageError: The policy has rules that need the model.
-    """
-    weights = rules.file.weights
-    keep = [rule for rule in weights.keep if not rule.dtype or form.name in rule.dtype]
-    if any(rule.model or rule.module or rule.attributes for rule in keep):
-        raise UsageError(
-            f"policy {rules.name!r} stores weights by the class of their module, and a checkpoint has none",
-            hint="convert the model, or choose --policy half",
-        )
-    low_dtype = type_name(torch_dtype(form), form.name)
-    stores_low = weights.storage == "lower"
-    casts = stores_low or rules.decide(OpFacts("linear", "", form.name)).cast in (Cast.LOWER, Cast.ALLOW)
-    castable = CASTABLE_TYPES if not stores_low or weights.casts == "float32" else FLOAT_TYPES
-
-    def decide(entry: TensorEntry) -> StorageDecision:
-        if entry.dtype not in castable:
-            return StorageDecision(entry.dtype, "not a floating-point type that is cast")
-        if any(matches_any(rule.parameter, entry.name) for rule in keep):
-            return StorageDecision(entry.dtype, "the policy keeps it")
-        if not casts:
-            return StorageDecision(entry.dtype, "the policy casts no matrix product")
-        if not stores_low and len(entry.shape) < 2:
-            return StorageDecision(entry.dtype, "a vector: biases, norms and statistics stay")
-        return StorageDecision(low_dtype, "the policy stores it in 16 bits")
-
-    return {name: decide(entry) for name, entry in checkpoint.entries.items()}
 
 
 def decide_as_planned(

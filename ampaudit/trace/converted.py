@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.checkpoint.parts import clipped
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
-from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
@@ -24,7 +24,6 @@ __all__ = [
     "Release",
     "WeightCopy",
     "attach_weights",
-    "clipped",
     "first_difference",
     "identity",
 ]
@@ -61,7 +60,7 @@ class ConvertedModel:
     def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
         """Return the master of a working copy, clipped if the policy clips weights before rounding."""
         clip = self.traced.clip if placeholder in self.copies else None
-        return clipped(master, clip) if clip is not None else master
+        return clipped(master, clip.min_positive, clip.max_finite) if clip is not None else master
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -97,13 +96,6 @@ def attach_weights(traced: TracedModel, release: Release | None = None) -> Conve
             if source not in copies and traced.tensors[source].is_floating_point():
                 copies[site.node] = WeightCopy(site.node, source, site.weight, site.dtype)
     return ConvertedModel(traced, dict(traced.tensors), copies, release)
-
-
-def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
-    """Clip the magnitude of finite values to the limits; 0, inf and NaN stay as they are."""
-    magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
-    limited = torch.copysign(magnitude, values)
-    return torch.where(values.isfinite() & (values != 0), limited, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 
 from ampaudit import convert
 from ampaudit.core.errors import SourceError
-from ampaudit.export import convert as by_name
 from ampaudit.export import convert as whole
+from ampaudit.export import weights as by_name
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.convert import copy_companions
 from ampaudit.export.weight_files import WeightFiles, write_weights

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.convert import convert_weights
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.restore import restore
+from ampaudit.export.weights import convert_weights
 from tests.support.converted import load, same_bits
 
 

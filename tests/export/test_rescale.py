@@ -13,8 +13,8 @@ from ampaudit import convert, scan
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.convert import convert_weights
 from ampaudit.export.manifest import read_manifest
+from ampaudit.export.weights import convert_weights
 from ampaudit.source.open import open_source
 from tests.support.converted import load, same_bits
 

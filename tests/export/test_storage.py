@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from ampaudit.checkpoint.parts import clipped
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_file, load_policy
-from ampaudit.policy.schema import Constants
 from ampaudit.trace import TraceConfig, trace
-from ampaudit.trace.converted import attach_weights, clipped
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 from tests.support.native import run_converted
 
@@ -131,10 +131,9 @@ def test_apex_o2_equals_a_model_made_by_hand() -> None:
 
 
 def test_clipping_moves_finite_numbers_only() -> None:
-    limits = Constants(max_finite=10000, min_positive=1e-7)
     values = torch.tensor([0.0, 1e-9, -1e-9, 1.0, 2e4, -2e4, torch.inf, -torch.inf, torch.nan])
     expected = torch.tensor([0.0, 1e-7, -1e-7, 1.0, 1e4, -1e4, torch.inf, -torch.inf, torch.nan])
-    assert torch.equal(clipped(values, limits).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(clipped(values, 1e-7, 1e4).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("policy", ["half", "onnx"])
