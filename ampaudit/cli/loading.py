@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.core.imports import import_ahead
 from ampaudit.core.source_config import (
     CONFIG_FILE,
     REHEARSAL,
@@ -38,13 +39,16 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
 
         # before this process imports torch, so that the imports of the two take place at the same time
         prepare_sandbox(REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS)
+    import_ahead("torch")
     from ampaudit.source.open import open_source
 
     if config.stream or limited:
         return_freed_memory()
     else:
         keep_freed_memory()
-    return open_source(location, config)
+    source = open_source(location, config)
+    import_ahead("torch.export._trace")  # only now, so that a mistake in the location shows early
+    return source
 
 
 def keep_freed_memory() -> bool:

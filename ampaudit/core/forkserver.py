@@ -23,12 +23,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, BinaryIO, NoReturn
 
 from ampaudit.core.confinement import die_with_parent
+from ampaudit.core.imports import import_ahead
 
 __all__ = ["ForkedProcess", "prepare_forks", "start_forked", "start_interpreter"]
 
@@ -245,9 +245,7 @@ def serve() -> NoReturn:
     The arguments of the process are the file descriptor of the control socket and the modules to import.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        with contextlib.suppress(Exception):  # the child will raise the same error
-            import_module(name)
+    import_ahead(*sys.argv[2:])
     children: _Children = {}
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
