@@ -88,12 +88,12 @@ BFLOAT16 = NumberFormat("bfloat16", 7, -126, (2 - 2.0**-7) * 2.0**127)
 FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 3, -6, 448.0, has_inf=False)
 FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
 
-FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
+WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
+FORMATS = {f.name: f for f in (FLOAT32, *WHAT_IF_FORMATS)}
 LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
 LOW_PRECISION_NAMES = tuple(f.name for f in LOW_PRECISION_FORMATS)
 # accuracy in dB of outputs that suffer from rounding alone; less means another cause
 ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
-WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 

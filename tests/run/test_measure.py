@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ampaudit.core.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, NumberFormat
+from ampaudit.core.formats import FLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.run import measure as measure_module
 from ampaudit.run.backends import rounded
 from ampaudit.run.measure import FIELDS, Samples, flat_pair, measure_any, measure_cpu, sample
@@ -120,17 +120,9 @@ def test_emulated_float16_is_numpy_float16(values: np.ndarray) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [
-        (FLOAT16, torch.float16),
-        (BFLOAT16, torch.bfloat16),
-        (FLOAT8_E4M3FN, torch.float8_e4m3fn),
-        (FLOAT8_E5M2, torch.float8_e5m2),
-    ],
-    ids=lambda x: getattr(x, "name", str(x)),
-)
-def test_formats_agree_with_torch(form: NumberFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", WHAT_IF_FORMATS, ids=lambda form: form.name)
+def test_formats_agree_with_torch(form: NumberFormat) -> None:
+    dtype = getattr(torch, form.name)
     info = torch.finfo(dtype)
     assert form.max == info.max
     assert form.min_normal == info.smallest_normal
