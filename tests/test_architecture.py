@@ -275,9 +275,8 @@ def test_no_test_imports_another_test_module() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        assert not any(
-            name.split(".")[-1].startswith("test_") and name.startswith("tests.") for name in names
-        ), path
+        tests = [n for n in names if n.split(".")[-1].startswith("test_") and n.startswith("tests.")]
+        assert not tests, f"{path} imports {tests}: move what both use to tests/support/, or copy it"
 
 
 def test_nothing_committed_names_a_machine() -> None:
@@ -285,7 +284,8 @@ def test_nothing_committed_names_a_machine() -> None:
     hosts = ["pypi" + ".org", "pythonhosted" + ".org", "/" + "root/", "/" + "work/"]
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.*"), *ROOT.glob("*.txt"), *PACKAGE.rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
-        assert not any(host in text for host in hosts), path
+        named = [host for host in hosts if host in text]
+        assert not named, f"{path} names {named}: write it without"
 
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
