@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.blocks import Line, Section, line
-from ampaudit.report.finding import OTHER_FUNCTION, GapKind, Severity, counts_in_words, gaps_in_words
+from ampaudit.report.finding import (
+    OTHER_CODE,
+    OTHER_FUNCTION,
+    GapKind,
+    Severity,
+    counts_in_words,
+    gaps_in_words,
+)
 
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
@@ -70,9 +77,7 @@ def _broken(report: Report) -> Iterator[str]:
         yield f"{plural(len(flips), 'line')} {decide} differently after overflow"
     others = [f for f in errors if f.code == OTHER_FUNCTION]
     if others and report.against is not None:
-        computes = "computes" if len(others) == 1 else "compute"
-        reference = escape_control(report.against.reference)
-        yield f"{plural(len(others), 'place')} {computes} something else than {reference}"
+        yield _differing(len(others), report.against.reference)
     errors = [f for f in errors if f not in flips and f not in others]
     places = sum(not f.finite for f in errors)
     if places:
@@ -85,8 +90,12 @@ def _broken(report: Report) -> Iterator[str]:
     if places == len(errors):
         return
     worst = report.worst_output
-    if worst is None:
+    code = sum(f.code == OTHER_CODE for f in errors)
+    if code and (worst is None or worst.repaired):
+        yield _differing(code, "FP32")
+    elif worst is None:
         yield f"{plural(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
+    if worst is None:
         return
     if worst.problem:
         wrong = worst.problem
@@ -99,6 +108,11 @@ def _broken(report: Report) -> Iterator[str]:
         "even with FP32's values there, " if worst.repaired else f"finite but wrong in {report.run.dtype}: "
     )
     yield f"{start}{wrong}"
+
+
+def _differing(places: int, reference: str) -> str:
+    computes = "computes" if places == 1 else "compute"
+    return f"{plural(places, 'place')} {computes} something else than {escape_control(reference)}"
 
 
 def _sound(report: Report) -> Iterator[str]:

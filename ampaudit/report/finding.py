@@ -21,6 +21,7 @@ __all__ = [
     "CRASHED",
     "INSTALLED",
     "KNOWN",
+    "OTHER_CODE",
     "OTHER_FUNCTION",
     "CombinedPolicy",
     "Evidence",
@@ -47,6 +48,7 @@ __all__ = [
 
 
 CRASHED = "AMP990"  # the finding that a check itself failed
+OTHER_CODE = "AMP212"  # a line of the model computes something else in 16 bits
 OTHER_FUNCTION = "AMP611"  # the audited model computes something else than its reference
 INSTALLED = "site-packages/"
 KNOWN = "baseline"  # why a finding does not count that a baseline has

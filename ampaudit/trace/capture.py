@@ -105,7 +105,9 @@ _DTYPE_READS: frozenset[Any] = frozenset(
         torch.Tensor.storage,
         torch.Tensor.storage_type,
         torch.Tensor.untyped_storage,
-        torch.Tensor.new_tensor,  # a constant that is rounded while the model is traced
+        # constants that are rounded while the model is traced
+        torch.Tensor.new_tensor,
+        torch.Tensor.__setitem__,
         torch.result_type,
     }
 )
@@ -474,8 +476,10 @@ class PrecisionReads(TorchFunctionMode):
     ) -> Any:
         """Call the function, and record it if it reveals a 16-bit dtype."""
         del types
-        # x.type(dtype) is a cast
-        tells = func in _DTYPE_READS and not (func is torch.Tensor.type and len(args) > 1)
+        # x.type(dtype) is a cast, and x[index] = tensor copies
+        casts = func is torch.Tensor.type and len(args) > 1
+        copies = func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor)
+        tells = func in _DTYPE_READS and not casts and not copies
         if tells:
             with without_torch_function():
                 low_precision = any(

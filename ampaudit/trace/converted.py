@@ -126,7 +126,8 @@ class _Op:
         return self.site.layer, self.base
 
     def __str__(self) -> str:
-        numbers = [format_number(constant) for constant in self.constants if isinstance(constant, float)]
+        scalars = [c.item() if isinstance(c, torch.Tensor) and c.dim() == 0 else c for c in self.constants]
+        numbers = [format_number(number) for number in scalars if isinstance(number, float)]
         return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
 
 

@@ -24,6 +24,7 @@ from ampaudit.audit.scan import scan_policies
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
+from ampaudit.render.verdict import verdict_words
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
 from ampaudit.run.config import RunConfig
@@ -253,6 +254,43 @@ def test_a_constant_that_is_rounded_while_it_is_made_counts_as_rounding() -> Non
     (found,) = code_findings(scan(Of(much).eval(), x, policy="half"))
     assert found.source is not None
     assert (found.severity, found.source.line) == ("error", line_of(much, "torch.tensor"))
+
+
+def _assigned(h: torch.Tensor, number: float) -> torch.Tensor:
+    h[:, 3] = number
+    return h
+
+
+def _assigned_by_mask(h: torch.Tensor, number: float) -> torch.Tensor:
+    h[h > 0] = number
+    return h
+
+
+@pytest.mark.parametrize("assign", [_assigned, _assigned_by_mask])
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+def test_an_assigned_number_beyond_the_range_is_found(assign: Callable[..., Any], policy: str) -> None:
+    """In 16 bits it is infinite before the tracer sees it."""
+
+    def masked_row(h: torch.Tensor) -> torch.Tensor:
+        h[3] = -1e9
+        return h.softmax(-1)
+
+    report = scan(Of(lambda h: assign(h, 7e4)).eval(), inputs(), policy=policy)
+    (found,) = code_findings(report)
+    assert found.severity == "error"
+    assert "(inf) in float16" in found.cause
+    assert "(70,000) in FP32" in found.cause
+    assert verdict_words(report)[1].startswith(
+        "1 place computes something else than FP32 (1 error); even with"
+    )
+    (found,) = code_findings(scan(Of(masked_row).eval(), inputs(), policy=policy))
+    assert found.severity == "error"
+    assert scan(Of(lambda h: assign(h, 6e4)).eval(), inputs(), policy=policy).verdict == "pass"
+
+
+def test_outputs_that_show_no_accuracy_are_no_buffers() -> None:
+    report = scan(Of(lambda h: h + torch.tensor(-1e9, dtype=h.dtype)).eval(), inputs(), policy="half")
+    assert verdict_words(report)[1] == "1 place computes something else than FP32 (1 error)"
 
 
 class Converted(nn.Module):

@@ -214,7 +214,7 @@ def test_in_place_writes_reach_both_runs() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.first(x)
-            z = y.float()
+            z = y.clone().float()  # in FP32, y.float() would be y
             y[:, 0] = 7.0
             y.mul_(2.0)
             return y + z.to(y.dtype)

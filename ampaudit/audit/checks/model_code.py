@@ -25,7 +25,7 @@ from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, signal_to_noise_db
 from ampaudit.policy.schema import Cast
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.finding import OTHER_CODE, Finding, Severity
 from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference
 from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.record import OutputDifference, ReadStats
@@ -75,7 +75,7 @@ def find_code_differs(context: CheckContext) -> Iterator[Finding]:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
     cause = f"{what}: {_effect(worst)}{more}"
-    finding = code_finding(context, code.place, "AMP212", cause, _CODE_DIFFERS_ADVICE, severity, worst.name)
+    finding = code_finding(context, code.place, OTHER_CODE, cause, _CODE_DIFFERS_ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         finding = replace(finding, source=source_of(code.reads[0]))
     yield finding
@@ -399,7 +399,7 @@ def against_report(context: CheckContext, reference: str) -> AgainstReport | Non
 
 
 CHECKS = (
-    Check("AMP212", find_code_differs),
+    Check(OTHER_CODE, find_code_differs),
     Check("AMP213", find_code_unknown),
     Check("AMP214", find_flipped_branch),
     Check("AMP215", find_left_torch),
