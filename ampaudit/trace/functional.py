@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._ops import OpOverload
 
 from ampaudit.trace.flatten import FUNCTION_OUTPUTS, marked_values
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.opnames import argument_kinds, base_name, is_view, mutated_arguments
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import SharedMemory
 
@@ -113,7 +114,7 @@ class _Rewriter:
                     if version and base.name in buffers:
                         self.graph.call_function(_set_buffer, (self._inputs[base], self._now[base]))
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
-            elif writes_in_place(node):
+            elif writes_in_place(node) and _as_view(node.target) is None:
                 self._write(node)
             elif node.target is FUNCTION_OUTPUTS:
                 self._copy(node)
@@ -124,6 +125,7 @@ class _Rewriter:
 
     def _copy(self, node: fx.Node) -> None:
         self._now[node] = self.graph.node_copy(node, self._value)
+        self._now[node].target = _as_view(node.target) or node.target
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         # an item of several results, which no other value shows, is where its memory begins
         begins = node.target is operator.getitem and source is not None and self._views[source].step is None
@@ -239,10 +241,20 @@ def writes_in_place(node: fx.Node) -> bool:
     )
 
 
+@cache
+def _as_view(op: Any) -> OpOverload | None:
+    """Return the op that returns the view into which one such as ``squeeze_`` turns its argument."""
+    if not isinstance(op, OpOverload) or torch.Tag.inplace_view not in op.tags:
+        return None
+    views = getattr(aten, base_name(op).removesuffix("_"))
+    overloads: list[OpOverload] = [getattr(views, name) for name in views.overloads()]
+    return next((o for o in overloads if is_view(o) and argument_kinds(o) == argument_kinds(op)), None)
+
+
 def _shaped_by_sizes(step: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return a view as an op with its further arguments and keywords; sizes replace other tensors."""
     if step.target in _BY_SIZES:
         return _BY_SIZES[step.target], (list(step.meta["val"].shape),), {}
     if step.target in _IDENTITIES:
         return aten.alias.default, (), {}
-    return step.target, step.args[1:], dict(step.kwargs)
+    return _as_view(step.target) or step.target, step.args[1:], dict(step.kwargs)

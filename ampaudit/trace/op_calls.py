@@ -26,6 +26,7 @@ from ampaudit.trace.internals import (
     without_modes,
 )
 from ampaudit.trace.opnames import (
+    argument_kinds,
     argument_names,
     base_name,
     converts,
@@ -167,19 +168,16 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
     names = _out_arguments(op)
     if not names:
         return None
-    required = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
+    required = [kind for kind in argument_kinds(op) if kind[0] not in names]
     candidates: list[tuple[int, OpOverload]] = []
     for overload in op.overloadpacket.overloads():
         other: OpOverload = getattr(op.overloadpacket, overload)
-        more = [a for a in other._schema.arguments if _kind(a) not in required]
+        kinds = argument_kinds(other)
+        more = [a for a, kind in zip(other._schema.arguments, kinds, strict=True) if kind not in required]
         takes_all = len(other._schema.arguments) - len(more) == len(required)
         if takes_all and not mutated_arguments(other) and all(a.has_default_value() for a in more):
             candidates.append((len(more), other))
     return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
-
-
-def _kind(argument: Any) -> tuple[str, str]:
-    return argument.name, str(argument.type)
 
 
 def resize_outputs(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:

@@ -24,6 +24,7 @@ from ampaudit.trace.internals import (
 __all__ = [
     "CAST_OPS",
     "InnerOps",
+    "argument_kinds",
     "argument_names",
     "base_name",
     "composite_kernel",
@@ -122,6 +123,12 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 def rounds_once(op: OpOverload) -> bool:
     """Return whether a composite op ends in one kernel, whose result is rounded once."""
     return base_name(op) in having("one_kernel") - having("rounds_inside")
+
+
+@cache
+def argument_kinds(op: OpOverload) -> tuple[tuple[str, str], ...]:
+    """Return the name and type of each argument."""
+    return tuple((argument.name, str(argument.type)) for argument in op._schema.arguments)
 
 
 @cache

@@ -139,6 +139,16 @@ class InPlace(nn.Module):
                 z[0] = z[1] * 2
                 z[1] = z[0] + 1
                 y = z
+            case "reshaped in place":
+                z = y * 1.0
+                v = z[0]
+                w = v[:4]
+                v.unsqueeze_(0).transpose_(0, 1).add_(1.0)
+                w.mul_(2.0)
+                v.squeeze_().mul_(y[1])
+                y = z * 2
+            case "vmap":
+                y = torch.vmap(self.inner)(x * 1.0)
             case "returned":
                 z = y * 1.0
                 v = z[:, 0]
@@ -156,7 +166,9 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    ["relu", "slice", "view", "halves", "transposed", "select twice", "returned", "no grad", "detach"],
+    "relu|slice|view|halves|transposed|select twice|reshaped in place|vmap|returned|no grad|detach".split(
+        "|"
+    ),
 )
 @pytest.mark.parametrize("policy", ["torch-cuda", "half", "onnx"])
 def test_writing_in_place_and_stopped_gradients(
