@@ -232,7 +232,10 @@ class Search:
                 tensors = self._random(start, generator, attempt)
             size = _FIRST_STEP
             for step in range(each + 1):
-                peak, slopes = self._evaluate(site, tensors)
+                try:
+                    peak, slopes = self._evaluate(site, tensors)
+                except (RuntimeError, IndexError):
+                    break  # an op refuses these integers, such as offsets that do not begin at 0
                 if peak > best_peak:
                     best, best_peak = [t.clone() for t in tensors], peak
                 if step < each:

@@ -53,6 +53,24 @@ def test_an_input_that_overflows_is_found_saved_and_overflows_again(model_file, 
     assert "overflow-_top_mul.safetensors" in broken[0].file
 
 
+class Bags(nn.Module):
+    """Takes offsets, which have to begin at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(10, 8)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids, offsets) * x
+
+
+def test_integers_that_an_op_refuses_are_passed_over(tmp_path: Path) -> None:
+    inputs = torch.arange(8), torch.tensor([0, 3]), torch.ones(8)
+    report = scan(Bags().eval(), inputs, policy="half", stress=10, stress_dir=tmp_path)
+    assert {site.site for site in report.stressed} <= {"bag/embedding_bag", "(top)/mul"}
+    assert report.stressed
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
 @pytest.mark.parametrize("policy", ["half", "torch-cuda"])
 def test_no_proved_site_is_ever_broken(name: str, policy: str, tmp_path: Path) -> None:
