@@ -66,14 +66,15 @@ class ConvertedModel:
     def weight_bytes(self) -> dict[str, int]:
         """The size of the FP32 masters and of all floats in 16 bits, in bytes; tied tensors count once."""
         floats = {id(tensor): tensor for tensor in self.masters.values() if inexact(tensor)}
-        stored_low = sum(t.nbytes for t in floats.values() if t.dtype in LOW_PRECISION_DTYPES)
+        low = {key: t for key, t in floats.items() if t.dtype in LOW_PRECISION_DTYPES}
+        replaced = {id(self.masters[c.placeholder]) for c in self.copies.values() if c.node == c.placeholder}
         copies = {
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
             for c in self.copies.values()
         }
         return {
-            "master": sum(tensor.nbytes for tensor in floats.values()) - stored_low,
-            "working": sum(copies.values()) + stored_low,
+            "master": sum(t.nbytes for key, t in floats.items() if key not in low),
+            "working": sum(copies.values()) + sum(t.nbytes for key, t in low.items() if key not in replaced),
         }
 
 

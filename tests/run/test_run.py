@@ -253,6 +253,13 @@ def test_masters_are_the_models_own_tensors_and_copies_are_half_as_large() -> No
     assert sizes["working"] * 2 == sizes["master"]
 
 
+@pytest.mark.parametrize(("policy", "copies"), [("half", 144), ("torch-cuda", 288)])
+def test_weights_replaced_by_another_16_bit_format_are_no_longer_held(policy: str, copies: int) -> None:
+    x, model = torch.randn(4, 8).half(), nn.Linear(8, 8).half()
+    report = ampaudit.scan(model, x, policy=policy, dtype="bfloat16")
+    assert (report.weights.master_bytes, report.weights.working_bytes) == (0, copies)
+
+
 class Enormous(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ones(1 << 25, 1 << 25).sum() + x
