@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, permutations, product
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
@@ -49,7 +50,7 @@ from ampaudit.trace.fake_model import (
     storage_of,
 )
 from ampaudit.trace.flatten import flat_graph
-from ampaudit.trace.graph import Placeholder, Site, Slot, TracedModel, build_sites
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel, build_sites
 from ampaudit.trace.internals import (
     FakeTensorMode,
     Replacement,
@@ -61,10 +62,11 @@ from ampaudit.trace.internals import (
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import Edit
+from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, inexact, torch_dtype
 
 __all__ = [
     "Dimensions",
@@ -328,11 +330,13 @@ def capture(
     changes = tuple(_lasting_changes(entry.outputs.changes, program, graph))
     placeholders, tensors = _placeholders(program, graph, model, fake_model)
     reads.lines += [] if convert is None else conversions_of(model)
+    sites = build_sites(graph, placeholders)
+    reads.lines += _aliasing_conversions(graph, sites)
     return TracedModel(
         graph=graph,
         placeholders=placeholders,
         tensors=tensors,
-        sites=build_sites(graph, placeholders),
+        sites=sites,
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
         signature=input_signature(args, kwargs),
@@ -533,6 +537,35 @@ def conversions_of(model: nn.Module) -> list[SourceLine]:
     codes = dict.fromkeys(method.__code__ for method in methods if hasattr(method, "__code__"))
     files = ((code.co_filename, code.co_firstlineno) for code in codes)
     return [code_line(file, line) for file, line in files if not is_library(file) and not is_tool_file(file)]
+
+
+def _aliasing_conversions(graph: fx.Graph, sites: Sequence[Site]) -> Iterator[SourceLine]:
+    """Yield conversions whose operand or result is written before the other is read.
+
+    In FP32 they return their operand itself, so that both are written.
+    """
+    shared, lines = SharedMemory(graph), {site.node: site.source for site in sites if site.role is Role.CAST}
+    last_read: dict[int, int] = {}  # by memory, as are the writes
+    writes: defaultdict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        for source in node.all_input_nodes:
+            last_read |= dict.fromkeys(shared.of(source.meta.get("val")), index)
+        for position in mutated_arguments(node.target) if isinstance(node.target, OpOverload) else ():
+            if isinstance(target := node.args[position], fx.Node):
+                for memory in shared.of(target.meta.get("val")):
+                    writes[memory].append(index)
+    for index, node in enumerate(graph.nodes):
+        line = lines.get(node.name)
+        if line is None or not inexact(node.args[0].meta["val"]):
+            continue
+        pairs = permutations((shared.of(node.args[0].meta["val"]), shared.of(node.meta["val"])))
+        if any(
+            index < at < last_read.get(other, 0)
+            for first, second in pairs
+            for memory, other in product(first, second)
+            for at in writes[memory]
+        ):
+            yield line
 
 
 def _is_dispatch(frame: FrameType) -> bool:

@@ -288,6 +288,38 @@ def test_an_assigned_number_beyond_the_range_is_found(assign: Callable[..., Any]
     assert scan(Of(lambda h: assign(h, 6e4)).eval(), inputs(), policy=policy).verdict == "pass"
 
 
+def _operand_written(h: torch.Tensor) -> torch.Tensor:
+    z = h.float()
+    h.mul_(2)
+    return h + z
+
+
+def _result_written(h: torch.Tensor) -> torch.Tensor:
+    z = h.to(torch.float32)
+    z[:, :2].add_(1)
+    return h + z
+
+
+def _operand_unused(h: torch.Tensor) -> torch.Tensor:
+    z = h.float()
+    z.mul_(2)
+    return z
+
+
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+@pytest.mark.parametrize("code", [_operand_written, _result_written, _operand_unused])
+def test_a_conversion_that_is_its_operand_in_fp32_is_found(code: Callable[..., Any], policy: str) -> None:
+    model = Of(lambda h: code(h.clone())).eval()
+    x = inputs()
+    report = scan(model, x, policy=policy)
+    real = copy.deepcopy(model).half()(x.half()).float()
+    assert report.worst_output is not None
+    assert report.worst_output.sqnr_db == pytest.approx(decibel(real, model(x)), abs=3)
+    assert [f.source.code for f in code_findings(report) if f.source] == (
+        [] if code is _operand_unused else [inspect.getsource(code).splitlines()[1].strip()]
+    )
+
+
 def test_outputs_that_show_no_accuracy_are_no_buffers() -> None:
     report = scan(Of(lambda h: h + torch.tensor(-1e9, dtype=h.dtype)).eval(), inputs(), policy="half")
     assert verdict_words(report)[1] == "1 place computes something else than FP32 (1 error)"
