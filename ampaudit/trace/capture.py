@@ -62,11 +62,11 @@ from ampaudit.trace.internals import (
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import Edit
-from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, inexact, torch_dtype
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, fake_arguments, inexact, torch_dtype
 
 __all__ = [
     "Dimensions",
@@ -550,10 +550,13 @@ def _aliasing_conversions(graph: fx.Graph, sites: Sequence[Site]) -> Iterator[So
     for index, node in enumerate(graph.nodes):
         for source in node.all_input_nodes:
             last_read |= dict.fromkeys(shared.of(source.meta.get("val")), index)
-        for position in mutated_arguments(node.target) if isinstance(node.target, OpOverload) else ():
-            if isinstance(target := node.args[position], fx.Node):
-                for memory in shared.of(target.meta.get("val")):
-                    writes[memory].append(index)
+        if isinstance(node.target, OpOverload) and (positions := mutated_arguments(node.target)):
+            names, arguments = (
+                argument_names(node.target),
+                named_arguments(node.target, *fake_arguments(node)),
+            )
+            for memory in shared.of([arguments.get(names[position]) for position in positions]):
+                writes[memory].append(index)
     for index, node in enumerate(graph.nodes):
         line = lines.get(node.name)
         if line is None or not inexact(node.args[0].meta["val"]):
