@@ -56,21 +56,23 @@ def test_the_findings_are_those_recorded(name: str, pytestconfig: pytest.Config)
         pytest.fail(text, pytrace=False)
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("eleventh", 31, 2), ("thirteenth", 8, 0)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("eleventh", 31, 2), ("thirteenth", 8, 0), ("fifteenth", 20, 0)]
+)
 def test_the_sets_that_nobody_reads(name: str, least: int, most: int) -> None:
     """Only their totals are known, so that they say what the linter does in new code."""
     found = [bool(relevant(script)) for script in read_set(f"unread/mistakes-{name}")]
     alarms = [bool(relevant(script)) for script in read_set(f"unread/correct-{name}")]
     assert sum(found) >= least
     assert sum(alarms) <= most
-    assert (len(found), len(alarms)) == (40, 60)
+    assert (len(found), len(alarms)) == ((24, 32) if name == "fifteenth" else (40, 60))
 
 
 def test_the_sets_are_whole() -> None:
     mistakes = [script for name in SETS if name.startswith("mistakes-") for script in read_set(name)]
     correct = [script for name in SETS if name.startswith("correct-") for script in read_set(name)]
     sizes = len(mistakes), len(correct), len(read_set(STYLES))
-    assert sizes == (488, 544 + 89, 89), "if a script was added on purpose, change these numbers"
+    assert sizes == (512, 576 + 89, 89), "if a script was added on purpose, change these numbers"
     assert len({script.name for script in mistakes}) == len(mistakes), "two mistakes have the same name"
     assert all(script.marked for script in mistakes)
     assert not any(script.marked for script in correct)

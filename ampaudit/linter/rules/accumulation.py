@@ -257,5 +257,5 @@ def _is_computed(flow: Interpreter, condition: ast.If, event: Event) -> bool:
         return False
     ends = any(isinstance(n, ast.Raise | ast.Break) for n in ast.walk(condition))
     values = (condition.test, *assigned_values(flow.linked, event.node, condition.test))
-    computed = any(mentions(value, "norm", "finite", "nan", "isinf", "grad") for value in values)
+    computed = any(mentions(value, "norm", "finite", "nan", "isinf", "grad", "skip") for value in values)
     return computed and not ends and not calls(condition, "exit", "GradScaler")
