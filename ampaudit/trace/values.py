@@ -112,8 +112,8 @@ def sizes_vary(value: Any) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an id shared by tensors in the same memory, including fake ones."""
-    return int(tensor.untyped_storage()._cdata)
+    """Return an id shared by tensors in the same memory, including fake ones; a sparse one has its own."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 class SharedMemory:
