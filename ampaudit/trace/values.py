@@ -112,8 +112,8 @@ def sizes_vary(value: Any) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an id shared by tensors in the same memory, including fake ones; a sparse one has its own."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+    """Return an id shared by tensors in the same memory, including fake ones."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class SharedMemory:
@@ -130,8 +130,9 @@ class SharedMemory:
                 self._same[storage_id(node.meta["val"])] = self._root(storage_id(node.args[0].meta["val"]))
 
     def of(self, value: Any) -> frozenset[int]:
-        """Return the memories of a traced value, one for each tensor in it."""
-        return frozenset(self._root(storage_id(tensor)) for tensor in tensors_in(value))
+        """Return the memories of a traced value, one for each tensor in it that is not sparse."""
+        dense = (tensor for tensor in tensors_in(value) if tensor.layout is torch.strided)
+        return frozenset(self._root(storage_id(tensor)) for tensor in dense)
 
     def _root(self, number: int) -> int:
         while number in self._same:
