@@ -12,13 +12,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import BertConfig, BertModel
 
 from benchmarks.options import TINY_BERT, parser
+from benchmarks.timing import seconds
 
 MODEL = """
 import torch
@@ -56,11 +57,9 @@ def pairs(folder: Path, targets: int) -> dict[str, tuple[Sequence[str], Sequence
     }
 
 
-def seconds(command: Sequence[str]) -> float:
+def command_seconds(command: Sequence[str]) -> float:
     """The time of a command that succeeds."""
-    begun = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - begun
+    return seconds(partial(subprocess.run, command, check=True, capture_output=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, commands in pairs(Path(folder), 2 if options.smoke else 10).items():
             if not options.smoke:  # the first run reads files from the disk
                 for command in commands:
-                    seconds(command)
-            times = [[seconds(command) for command in commands] for _ in range(options.repeats)]
+                    command_seconds(command)
+            times = [[command_seconds(command) for command in commands] for _ in range(options.repeats)]
             ratios = [ours / base for ours, base in times]
             ours, base = (statistics.median(column) for column in zip(*times, strict=True))
             rows[name] = {"seconds": ours, "base": base, "ratios": ratios}

@@ -15,10 +15,10 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.source import Batch
 from benchmarks.options import TINY_BERT, TINY_RESNET, parser
+from benchmarks.timing import repeated_seconds, seconds
 
 LIMITS = {"scan": 3.0, "ranges": 1.3, "memory": 3.0}
 
@@ -92,9 +93,7 @@ def time_subject(name: str, repeats: int, device: torch.device, *, smoke: bool =
     times: dict[str, list[float]] = {task: [] for task in tasks}
     for _ in range(repeats):
         for task, call in tasks.items():
-            started = time.perf_counter()
-            call()
-            times[task].append(time.perf_counter() - started)
+            times[task].append(seconds(call))
     plain = statistics.median(times["plain"])
     ratios = {
         level: {
@@ -160,12 +159,9 @@ def memory_of(name: str, *, smoke: bool) -> dict[str, float]:
 
 def help_seconds(repeats: int) -> float:
     """Median wall time of ``ampaudit --help`` in a process of its own."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "ampaudit", "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    command = [sys.executable, "-m", "ampaudit", "--help"]
+    run = partial(subprocess.run, command, check=True, capture_output=True)
+    return statistics.median(repeated_seconds(run, repeats))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

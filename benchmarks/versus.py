@@ -39,7 +39,7 @@ def output(command: Sequence[str], checkout: Path, **options: str) -> str:
         env=environment,
         check=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # progress
         text=True,
         **options,
     ).stdout
@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.setdefault(name, {one: [] for one in checkouts})[side].append(value)
 
     with tempfile.TemporaryDirectory() as folder:
-        commands = pairs(Path(folder), 10)
-        for name in list(commands)[: 3 if options.smoke else 0]:
-            del commands[name]
+        commands = dict(list(pairs(Path(folder), 10).items())[3 if options.smoke else 0 :])
         for turn in range(options.repeats + (not options.smoke)):  # the first reads files from the disk
             for name, (command, _) in commands.items():
                 for side, checkout in checkouts.items():
