@@ -18,6 +18,7 @@ from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
 from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import temporary_directory, write_text
+from ampaudit.core.imports import TRACER
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import model_file, parse_size
@@ -179,7 +180,7 @@ class _Worker:
             str(question),
             str(self._result),
             log=folder / "stderr",
-            imports=("torch.export._trace",),  # takes as long as torch, and each trace needs it
+            imports=(TRACER,),
             environment=environment,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampaudit.checkpoint.header import MANIFEST
-from ampaudit.core.imports import import_ahead
+from ampaudit.core.imports import TRACER, import_ahead
 from ampaudit.core.source_config import (
     CONFIG_FILE,
     REHEARSAL,
@@ -47,7 +47,7 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     else:
         keep_freed_memory()
     source = open_source(location, config)
-    import_ahead("torch.export._trace")  # only now, so that a mistake in the location shows early
+    import_ahead(TRACER)  # only now, so that a mistake in the location shows early
     return source
 
 

@@ -544,17 +544,18 @@ def _aliasing_conversions(graph: fx.Graph, sites: Sequence[Site]) -> Iterator[So
 
     In FP32 they return their operand itself, so that both are written.
     """
-    shared, lines = SharedMemory(graph), {site.node: site.source for site in sites if site.role is Role.CAST}
+    lines = {site.node: site.source for site in sites if site.role is Role.CAST}
+    if not lines:
+        return
+    shared = SharedMemory(graph)
     last_read: dict[int, int] = {}  # by memory, as are the writes
     writes: defaultdict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(graph.nodes):
         for source in node.all_input_nodes:
             last_read |= dict.fromkeys(shared.of(source.meta.get("val")), index)
         if isinstance(node.target, OpOverload) and (positions := mutated_arguments(node.target)):
-            names, arguments = (
-                argument_names(node.target),
-                named_arguments(node.target, *fake_arguments(node)),
-            )
+            names = argument_names(node.target)
+            arguments = named_arguments(node.target, *fake_arguments(node))
             for memory in shared.of([arguments.get(names[position]) for position in positions]):
                 writes[memory].append(index)
     for index, node in enumerate(graph.nodes):

@@ -46,6 +46,8 @@ from torch.nn.modules import module as nn_module
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ampaudit.core.imports import TRACER
+
 __all__ = [
     "NO_VALUE",
     "BackwardHookFunction",
@@ -116,7 +118,7 @@ region_calls = frozenset(
 
 def export_trace() -> ModuleType:
     """Return the module with the steps of an export, which takes as long to import as the rest of torch."""
-    return import_module("torch.export._trace")
+    return import_module(TRACER)
 
 
 def indexing() -> Any:
