@@ -62,7 +62,7 @@ stub: $(VENV)/.dev
 	$(BIN)/ruff format --quiet ampaudit/__init__.pyi
 
 schema: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.render.json import report_schema_text; print(report_schema_text(), end='')" > docs/report.schema.json
+	$(BIN)/python -c "from ampaudit.report.documents import report_schema_text; print(report_schema_text(), end='')" > docs/report.schema.json
 	$(BIN)/python -c "from ampaudit.policy.schema import rules_schema_text; print(rules_schema_text(), end='')" > docs/rules.schema.json
 
 docs-site: $(VENV)/.docs

@@ -31,6 +31,8 @@ from ampaudit.core.source_config import SourceConfig as SourceConfig
 from ampaudit.devices.catalogue import Device
 from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig
+from ampaudit.findings.finding import Finding as Finding
+from ampaudit.findings.finding import Severity as Severity
 from ampaudit.linter.config import LintConfig as LintConfig
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import RuleSet
@@ -45,8 +47,6 @@ from ampaudit.report.compare import read_report as read_report
 from ampaudit.report.conversion import Conversion as Conversion
 from ampaudit.report.conversion import Verification as Verification
 from ampaudit.report.difference import Differences as Differences
-from ampaudit.report.finding import Finding as Finding
-from ampaudit.report.finding import Severity as Severity
 from ampaudit.report.lint import LintReport as LintReport
 from ampaudit.report.model import Comparison as Comparison
 from ampaudit.report.model import Report as Report

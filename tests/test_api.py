@@ -25,10 +25,10 @@ from ampaudit.export.config import ConvertConfig, VerifyConfig
 from ampaudit.linter.config import LintConfig
 from ampaudit.recording.config import RecordConfig
 from ampaudit.render.render import as_file
-from ampaudit.render.verdict import verdict_words
 from ampaudit.report.compare import DiffConfig
 from ampaudit.training.config import TrainConfig
 from ampaudit.tuning.config import TuneConfig
+from ampaudit.views.verdict import verdict_words
 from tests.support.paths import ROOT
 from tests.support.saved import NAMES, saved
 from tools.stub import stub_text

@@ -17,19 +17,20 @@ PACKAGE = ROOT / "ampaudit"
 # a package imports only from lower floors
 FLOORS = {
     "core": 0,
-    "policy": 1, "checkpoint": 1,
-    "report": 2,
-    "render": 3, "trace": 3, "linter": 3,
-    "source": 4, "bounds": 4, "devices": 4,
-    "run": 5, "recording": 5,
-    "audit": 6,
-    "instruments": 7, "parallel": 7,
-    "tuning": 8,
-    "export": 9, "training": 9,
-    "benchmarking": 10, "ci": 10,
-    "cli": 11,
+    "policy": 1, "checkpoint": 1, "findings": 1,
+    "render": 2,
+    "report": 3,
+    "views": 4, "trace": 4, "linter": 4,
+    "source": 5, "bounds": 5, "devices": 5,
+    "run": 6, "recording": 6,
+    "audit": 7,
+    "instruments": 8, "parallel": 8,
+    "tuning": 9,
+    "export": 10, "training": 10,
+    "benchmarking": 11, "ci": 11,
+    "cli": 12,
 }  # fmt: skip
-WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
+WITHOUT_TORCH = {"core", "policy", "findings", "render", "report", "views", "linter", "cli"}
 # the only module that replaces attributes of torch, and those that tell it what to replace while a model is
 # loaded or traced
 PATCHER = "ampaudit.trace.internals"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import ampaudit
-from ampaudit.report.pages import all_pages
+from ampaudit.findings.pages import all_pages
 from tests.support.cli import parsed
 from tests.support.paths import ROOT
 

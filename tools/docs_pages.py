@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 import ampaudit
-from ampaudit.report.pages import Page, all_pages
-from ampaudit.report.pages.page import command_of, family
+from ampaudit.findings.pages import Page, all_pages
+from ampaudit.findings.pages.page import command_of, family
 
 __all__ = ["ELSEWHERE", "generated_pages"]
 

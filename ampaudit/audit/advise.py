@@ -26,7 +26,7 @@ from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.core.session import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural
-from ampaudit.report.finding import CombinedPolicy, Finding, Trial
+from ampaudit.findings.finding import CombinedPolicy, Finding, Trial
 from ampaudit.run.audit import RunConfig
 from ampaudit.run.lockstep import Pair
 from ampaudit.source import ModelSource

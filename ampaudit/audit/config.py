@@ -26,9 +26,9 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.instruments import RUNS, Need, instruments
 from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
+from ampaudit.findings.finding import FailOn, FailOnGaps
+from ampaudit.findings.pages import codes_beginning
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.report.finding import FailOn, FailOnGaps
-from ampaudit.report.pages import codes_beginning
 
 __all__ = [
     "MIN_HEADROOM",

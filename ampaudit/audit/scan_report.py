@@ -15,8 +15,8 @@ from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.core import __version__
 from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
+from ampaudit.findings.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
-from ampaudit.report.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
 from ampaudit.report.model import (
     SCHEMA,

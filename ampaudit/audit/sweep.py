@@ -13,8 +13,8 @@ from ampaudit.core.assumptions import parse_sweep
 from ampaudit.core.errors import AuditError, UsageError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
+from ampaudit.findings.finding import Finding, Severity, gate_on, verdict_on
 from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
-from ampaudit.report.finding import Finding, Severity, gate_on, verdict_on
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.run.extreme_value import MIN_SIZES, crossing_of
 from ampaudit.source import ModelSource

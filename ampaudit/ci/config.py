@@ -24,7 +24,7 @@ from ampaudit.core.errors import UsageError, first_line
 from ampaudit.core.pyproject import read_options
 from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
 from ampaudit.core.untrusted import describe
-from ampaudit.report.finding import FailOnGaps
+from ampaudit.findings.finding import FailOnGaps
 
 __all__ = ["CheckConfig", "read_config"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
+from ampaudit.findings.finding import threshold
+from ampaudit.findings.pages import all_pages
 from ampaudit.report.check import Breach, Budgets, KnownFinding, KnownTarget, Measurements
-from ampaudit.report.finding import threshold
 from ampaudit.report.model import Report
-from ampaudit.report.pages import all_pages
 
 __all__ = ["Judgement", "check_codes", "judge", "known_target", "measured_in"]
 

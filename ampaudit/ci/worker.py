@@ -24,9 +24,9 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
+from ampaudit.findings.finding import gaps_in_words
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.check import Breach, Budgets, Measurements, Request, TargetResult
-from ampaudit.report.finding import gaps_in_words
 from ampaudit.report.model import Report
 from ampaudit.run.share import ALONE, PartDone
 from ampaudit.source import ModelSource

@@ -43,7 +43,7 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
         report = bench(source, config=config, session=Session(progress.update))
     deliver_document(report, options)
     if options["plot"] is not None:
-        from ampaudit.render.training_plot import plot_bench
+        from ampaudit.views.training_plot import plot_bench
 
         with keeping(report):
             plot_bench(report, options["plot"], force=options["force"])

@@ -24,8 +24,8 @@ def explain_command(code: str | None) -> None:
 def _print_page(console: Console, code: str) -> None:
     from rich.markdown import Markdown
 
-    from ampaudit.report.pages import page_of
-    from ampaudit.report.pages.page import command_of
+    from ampaudit.findings.pages import page_of
+    from ampaudit.findings.pages.page import command_of
 
     page = page_of(code)
     console.print(Markdown(page.text))
@@ -36,9 +36,9 @@ def _print_page(console: Console, code: str) -> None:
 
 
 def _print_list(console: Console) -> None:
+    from ampaudit.findings.pages import all_pages
+    from ampaudit.findings.pages.page import family
     from ampaudit.render.grid import open_table
-    from ampaudit.report.pages import all_pages
-    from ampaudit.report.pages.page import family
 
     table = open_table("code", "check", "severity", "about", left=("check", "severity", "about"))
     for page in all_pages().values():

@@ -10,7 +10,7 @@ import click
 from ampaudit.cli.options import FILE, FirstRankCommand, report_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
-from ampaudit.report.finding import FailOnGaps
+from ampaudit.findings.finding import FailOnGaps
 
 __all__ = ["merge_command"]
 

@@ -188,7 +188,7 @@ def _check_outputs(options: dict[str, Any]) -> None:
     for path in filter(None, (output, plot, policy, tuned)):
         check_writable(path, force=options["force"])
     if plot is not None:
-        from ampaudit.render.training_plot import check_picture
+        from ampaudit.views.training_plot import check_picture
 
         check_picture(plot)
     for flag, path in (("--plot", plot), ("--advise-policy", policy), ("--policy-file", tuned)):

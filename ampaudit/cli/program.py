@@ -159,7 +159,7 @@ def _policies() -> Iterator[tuple[str, str]]:
 
 def _codes(prefix: str = "") -> Names:
     def names() -> Iterator[tuple[str, str]]:
-        from ampaudit.report.pages.page import code_titles
+        from ampaudit.findings.pages.page import code_titles
 
         return ((code, title) for code, title in code_titles() if code.startswith(prefix))
 

@@ -97,9 +97,9 @@ def diff_command(first: str, second: str, model: str | None, form: str, **option
 
         session = Session(progress.update)
         plans = [plan(source, config=config, session=session, policy=policy) for policy in (a, b)]
-    from ampaudit.render.documents.plan import plans_compared
     from ampaudit.render.json import to_json
     from ampaudit.render.terminal import printable
+    from ampaudit.views.plan import plans_compared
 
     data = {p.policy: json.loads(to_json(p)) for p in plans}
     content = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))

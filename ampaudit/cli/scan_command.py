@@ -24,8 +24,8 @@ from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.findings.finding import Severity
 from ampaudit.render.render import keeping
-from ampaudit.report.finding import Severity
 
 if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError

@@ -61,7 +61,7 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
         report = train(open_source(model, loading), config=config, session=Session(progress.update))
     deliver_document(report, options)
     if options["plot"] is not None:
-        from ampaudit.render.training_plot import plot_training
+        from ampaudit.views.training_plot import plot_training
 
         with keeping(report):
             plot_training(report, options["plot"], force=options["force"])

@@ -89,7 +89,7 @@ def _write(report: TuningReport, options: dict[str, Any]) -> None:
         use = "" if report.dtype == "float16" else f"; use it with --dtype {report.dtype}"
         print_notes(f"policy written to {path}{use}")
     if plot is not None:
-        from ampaudit.render.tuning_plot import plot_tuning
+        from ampaudit.views.tuning_plot import plot_tuning
 
         with keeping(report):
             plot_tuning(report, plot, force=options["force"])

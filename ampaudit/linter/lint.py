@@ -13,10 +13,10 @@ from ampaudit.core import __version__
 from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
+from ampaudit.findings.finding import KNOWN, gate_at
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
-from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport
 
 __all__ = ["lint", "lint_report"]

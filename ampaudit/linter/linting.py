@@ -19,6 +19,9 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.text import comments_of
 from ampaudit.core.untrusted import describe_path, read_bounded
+from ampaudit.findings.finding import Severity
+from ampaudit.findings.pages import all_pages
+from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.discovery import find_files, leaves_tree
@@ -40,10 +43,7 @@ from ampaudit.linter.source_text import (
     split_lines,
 )
 from ampaudit.linter.source_tree import LinkedScript, SourceTree
-from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintFinding, UnreadFile
-from ampaudit.report.pages import all_pages
-from ampaudit.report.pages.page import LINTED
 
 __all__ = ["LintedFile", "available_cores", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.text import Comment, comments_of
 from ampaudit.core.untrusted import describe
+from ampaudit.findings.pages import all_pages
+from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.discovery import matches
-from ampaudit.report.pages import all_pages
-from ampaudit.report.pages.page import LINTED
 
 __all__ = ["UNUSED_SUPPRESSION", "RuleSelection", "suppression_of"]
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import escape_control
-from ampaudit.render.documents import view_of
-from ampaudit.render.view import strip_svg
-from ampaudit.report.documents import Document
+from ampaudit.render.view import Renderable, strip_svg, view_of
 
 __all__ = ["card", "data_frame"]
 
@@ -19,7 +17,7 @@ _ROWS, _LETTERS = 8, 160  # shown in a card; the HTML page shows all
 _TONES = {"pass": "good", "error": "bad", "fail": "bad", "warning": "warn"}
 
 
-def card(document: Document) -> str:
+def card(document: Renderable) -> str:
     """Return a document as an HTML fragment: the verdict, strips of headroom, and the first rows."""
     view = view_of(document)
     word, sentence = view.verdict()
@@ -36,7 +34,7 @@ def card(document: Document) -> str:
     )
 
 
-def data_frame(document: Document) -> Any:
+def data_frame(document: Renderable) -> Any:
     """Return the rows of a document as a pandas ``DataFrame``.
 
     Raises:

@@ -10,9 +10,7 @@ import csv
 import io
 
 from ampaudit.core.text import escape_control
-from ampaudit.render.documents import view_of
-from ampaudit.render.view import Cell
-from ampaudit.report.documents import Document
+from ampaudit.render.view import Cell, Renderable, view_of
 
 __all__ = ["to_csv"]
 
@@ -20,7 +18,7 @@ __all__ = ["to_csv"]
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", *"\uff1d\uff0b\uff0d\uff20")
 
 
-def to_csv(document: Document) -> str:
+def to_csv(document: Renderable) -> str:
     """Return the rows of a document, after a row of column names."""
     view = view_of(document)
     rows, stream = list(view.rows()), io.StringIO()

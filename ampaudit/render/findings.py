@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, escape_lines, forward_slashes, listed, plural, short_op
-from ampaudit.render.blocks import Block, Indented, Labelled, Line, Section, line
-from ampaudit.report.finding import (
+from ampaudit.findings.finding import (
     INSTALLED,
     KNOWN,
     CombinedPolicy,
@@ -22,12 +21,22 @@ from ampaudit.report.finding import (
     Verdict,
     counts_in_words,
 )
-from ampaudit.report.pages import title_of
+from ampaudit.findings.pages import title_of
+from ampaudit.render.blocks import Block, Indented, Labelled, Line, Section, line
 
-__all__ = ["TOP", "Alert", "Suite", "alert_of", "combined_section", "finding_sections", "relative_path"]
-
+__all__ = [
+    "MARKS",
+    "TOP",
+    "Alert",
+    "Suite",
+    "alert_of",
+    "combined_section",
+    "finding_sections",
+    "relative_path",
+]
 
 Change = TypeVar("Change", Trial, CombinedPolicy)
+MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠ WARN"}
 _SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 _DIFF_STYLES = {"+": "green", "-": "red"}
 TOP = "(top module)"

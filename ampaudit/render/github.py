@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ampaudit.render.documents import view_of
+from ampaudit.findings.finding import Severity
 from ampaudit.render.findings import Alert, Suite, relative_path
-from ampaudit.report.documents import Document
-from ampaudit.report.finding import Severity
+from ampaudit.render.view import Renderable, view_of
 
 __all__ = ["to_github"]
 
@@ -15,7 +14,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE
 _SHOWN = 10  # annotations of each level that a runner keeps per step
 
 
-def to_github(document: Document) -> str:
+def to_github(document: Renderable) -> str:
     """Return one line per annotation, errors first, and a line that counts the rest."""
     return "".join(f"{line}\n" for suite in view_of(document).suites() for line in _lines(suite))
 

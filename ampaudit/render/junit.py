@@ -6,14 +6,13 @@ from collections import defaultdict
 from xml.etree import ElementTree
 
 from ampaudit.core.text import escape_lines
-from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite, relative_path
-from ampaudit.report.documents import Document
+from ampaudit.render.view import Renderable, view_of
 
 __all__ = ["to_junit"]
 
 
-def to_junit(document: Document) -> str:
+def to_junit(document: Renderable) -> str:
     """Return one suite per audit with a case per layer, run or target; only findings that fail it fail."""
     root = ElementTree.Element("testsuites", name="ampaudit")
     totals = {"tests": 0, "failures": 0, "errors": 0}

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ampaudit.core.text import escape_control
+from ampaudit.findings.finding import Severity
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
-from ampaudit.render.documents import view_of
-from ampaudit.render.findings import Alert, Suite, relative_path
-from ampaudit.render.verdict import MARKS
-from ampaudit.report.documents import Document
-from ampaudit.report.finding import Severity
+from ampaudit.render.findings import MARKS, Alert, Suite, relative_path
+from ampaudit.render.view import Renderable, view_of
 
 __all__ = ["code", "escaped", "to_markdown"]
 
@@ -20,7 +18,7 @@ _SPECIAL = re.compile(r"[\\`*_{}\[\]<>()#|~&@!\n]|:(?!\s)")
 _ROWS, _DETAILS = 25, 10
 
 
-def to_markdown(document: Document) -> str:
+def to_markdown(document: Renderable) -> str:
     """Return the digest of a document: paragraphs, tables and lists."""
     view = view_of(document)
     parts: list[str] = []

@@ -19,12 +19,11 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.files import write_private, write_text
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe
-from ampaudit.render.documents import view_class, view_of
+from ampaudit.render.view import Renderable, view_class, view_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ampaudit.report.documents import Document
 
 __all__ = [
     "FORMAT_REGISTRY",
@@ -44,14 +43,14 @@ _KEPT = "the result is"
 _TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
 
 
-def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
+def for_terminal(document: Renderable, verbosity: int = 0) -> RenderableType:
     """Return the document as a rich renderable; ``verbosity`` -1 is the verdict alone."""
     from ampaudit.render.terminal import printable
 
     return printable(view_of(document).sections(verbosity))
 
 
-def check_values(document: Document) -> None:
+def check_values(document: Renderable) -> None:
     """Build every part of a document that formats share, without writing it.
 
     Raises:
@@ -90,11 +89,11 @@ def check_format(kind: str, form: str) -> None:
         )
 
 
-def as_file(document: Document, form: str) -> str:
+def as_file(document: Renderable, form: str) -> str:
     """Return the document in a format.
 
     Args:
-        document: Document of any kind.
+        document: Renderable of any kind.
         form: Name of a format in ``FORMAT_REGISTRY``.
 
     Raises:
@@ -106,7 +105,7 @@ def as_file(document: Document, form: str) -> str:
     return text
 
 
-def write_document(document: Document, path: Path, form: str | None = None, *, force: bool) -> None:
+def write_document(document: Renderable, path: Path, form: str | None = None, *, force: bool) -> None:
     """Write a document in a format, by default that of the file's suffix.
 
     Raises:
@@ -120,7 +119,7 @@ def write_document(document: Document, path: Path, form: str | None = None, *, f
 
 
 @contextlib.contextmanager
-def keeping(document: Document) -> Iterator[None]:
+def keeping(document: Renderable) -> Iterator[None]:
     """Keep a result as JSON in a temporary file if its delivery fails; a note of the error names the file."""
     try:
         yield
@@ -132,7 +131,7 @@ def keeping(document: Document) -> Iterator[None]:
         raise
 
 
-def _keep(document: Document) -> str:
+def _keep(document: Renderable) -> str:
     """Save a result under a name that depends on its content, and describe where."""
     from ampaudit.render.json import to_json
 

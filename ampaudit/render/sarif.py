@@ -19,10 +19,9 @@ from urllib.parse import quote
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_json, model_file
-from ampaudit.render.documents import view_of
+from ampaudit.findings.pages import all_pages
 from ampaudit.render.findings import Alert, Suite, relative_path
-from ampaudit.report.documents import Document
-from ampaudit.report.pages import all_pages
+from ampaudit.render.view import Renderable, view_of
 
 __all__ = ["to_sarif"]
 
@@ -32,7 +31,7 @@ _MAX_RESULTS = 25_000  # per run; code hosts reject files with more
 _ROOT = "%SRCROOT%"
 
 
-def to_sarif(document: Document) -> str:
+def to_sarif(document: Renderable) -> str:
     """Return one run per suite; suppressed findings are included as such."""
     runs = [_run(suite) for suite in view_of(document).suites()]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}

@@ -11,13 +11,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
-from ampaudit.render.documents import view_of
 from ampaudit.render.grid import UncutTable, hanging, labelled, open_table
+from ampaudit.render.view import Renderable, view_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ampaudit.report.documents import Document
 
 __all__ = ["as_text", "printable", "to_text"]
 
@@ -32,7 +31,7 @@ def printable(sections: Iterable[Section]) -> Group:
     return Group(*parts)
 
 
-def to_text(document: Document, width: int = 100) -> str:
+def to_text(document: Renderable, width: int = 100) -> str:
     """Return the document as plain text."""
     content = printable(view_of(document).sections())
     return as_text(lambda console: console.print(content, crop=False), width)

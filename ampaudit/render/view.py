@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
-from ampaudit.report.finding import Severity
 
-if TYPE_CHECKING:
-    from ampaudit.report.documents import Document
-    from ampaudit.report.model import Report
-
-__all__ = ["Cell", "Row", "Strip", "View", "ViewPage", "strip_svg", "strips_of"]
+__all__ = ["Cell", "Renderable", "Row", "Strip", "View", "ViewPage", "strip_svg", "view_class", "view_of"]
 
 _CELLS = 40
 # upper limits of headroom in bits, with colors that are legible on light and dark pages
 _STEPS = ((1, "#e5734f"), (3, "#f4b183"), (6, "#c9dcec"), (10, "#8fbcdb"), (float("inf"), "#4a90c2"))
 _BROKEN = "#b2182b"
-D = TypeVar("D", bound="Document")
+D = TypeVar("D", bound="Renderable")
+_VIEWS = "ampaudit.views"  # on a higher floor: the view of a kind of document is looked up by its name
 Cell: TypeAlias = str | int | float | None
 Row: TypeAlias = Mapping[str, Cell]
+
+
+class Renderable(Protocol):
+    """What formats ask of a document by itself; its view has the rest."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of document, which names its view."""
+
+    @property
+    def headline(self) -> str:
+        """The verdict and the subject in one line."""
+
+    def card_rows(self) -> Iterable[tuple[object, ...]]:
+        """Return the most important rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +134,17 @@ class View(ABC, Generic[D]):
         return part not in ("suites", "rows") or getattr(cls, part) is not getattr(View, part)
 
 
+def view_class(kind: str) -> type[View[Any]]:
+    """Return the view of a kind of document: ``ScanView`` of ``views/scan.py`` for ``scan``."""
+    view: type[View[Any]] = getattr(import_module(f"{_VIEWS}.{kind}"), f"{kind.title()}View")
+    return view
+
+
+def view_of(document: Renderable) -> View[Any]:
+    """Return the view of a document."""
+    return view_class(document.kind)(document)
+
+
 @dataclass(frozen=True, slots=True)
 class Strip:
     """The headroom of 16-bit values in graph order.
@@ -133,28 +156,6 @@ class Strip:
 
     label: str
     cells: tuple[tuple[float, bool, str], ...]
-
-
-def strips_of(report: Report) -> Iterator[Strip]:
-    """Yield the strip of a report's values, then that of its gradients; empty strips are left out."""
-    wrong: dict[bool, set[str]] = {True: set(), False: set()}
-    for finding in report.active:
-        if finding.severity is Severity.ERROR:
-            wrong[finding.phase == "backward"] |= {finding.site, *finding.poisons}
-    values = [
-        (forward.headroom_bits, site.site in wrong[False] or forward.inf + forward.nan > 0, site.site)
-        for site in report.low_precision_sites
-        if (forward := site.forward) and forward.headroom_bits is not None
-        if site.role != "weight-cast" and not site.by_design
-    ]
-    gradients = [
-        (gradient.headroom_bits, site.site in wrong[True] or gradient.inf + gradient.nan > 0, site.site)
-        for site in report.sites
-        if (gradient := site.gradient) and gradient.low_precision and gradient.headroom_bits is not None
-    ]
-    for label, cells in (("headroom over depth", values), ("gradients times the loss scale", gradients)):
-        if cells:
-            yield Strip(label, tuple(cells))
 
 
 def strip_svg(strip: Strip) -> str:

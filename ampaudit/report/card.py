@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ from ampaudit.core.text import escape_control
 __all__ = ["CardRows", "Shown", "counted"]
 
 CardRows = Iterable[tuple[object, ...]]
-# on a higher floor, so they are looked up when they are needed
-_RENDERER = "ampaudit.render.card"
-_TEXT = "ampaudit.render.terminal"
 
 
 class Shown:
     """A document with a headline and the rows of its card."""
 
     __slots__ = ()
+    kind: str
 
     @property
     def headline(self) -> str:
@@ -44,8 +41,9 @@ class Shown:
             UsageError: This kind of document has no such format.
             OutputError: The file exists, or cannot be written; the document is kept elsewhere.
         """
-        writer = import_module("ampaudit.render.render").write_document
-        writer(self, given_path(path, "path"), form, force=force)
+        from ampaudit.render.render import write_document
+
+        write_document(self, given_path(path, "path"), form, force=force)
 
     def to_pandas(self) -> Any:
         """Return the rows of the document as a pandas ``DataFrame``: the sites of a scan, as in CSV.
@@ -53,19 +51,23 @@ class Shown:
         Raises:
             UsageError: Pandas is not installed, or this kind of document has no rows.
         """
-        return import_module(_RENDERER).data_frame(self)
+        from ampaudit.render.card import data_frame
+
+        return data_frame(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {escape_control(self.headline)}>"
 
     def __str__(self) -> str:
         """Return the report as text, as the command prints it."""
-        text: str = import_module(_TEXT).to_text(self)
-        return text
+        from ampaudit.render.terminal import to_text
+
+        return to_text(self)
 
     def _repr_html_(self) -> str:
-        shown: str = import_module(_RENDERER).card(self)
-        return shown
+        from ampaudit.render.card import card
+
+        return card(self)
 
 
 def counted(count: int, noun: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ampaudit.core.errors import UsageError
+from ampaudit.findings.finding import FailOnGaps, Gate, Severity, Source, pass_or_fail
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import FailOnGaps, Gate, Severity, Source, pass_or_fail
 
 __all__ = [
     "Baseline",

@@ -12,9 +12,9 @@ from annotated_types import Ge
 from ampaudit.core.config import Config, Option, given_path, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
+from ampaudit.findings.finding import Finding, Severity
 from ampaudit.report.difference import Difference, Differences, Direction, ReportSummary, SiteChange
 from ampaudit.report.documents import Document, read_document
-from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Comparison, Report, SiteReport
 
 __all__ = ["DiffConfig", "diff", "differences"]

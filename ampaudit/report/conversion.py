@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.text import differing_share, format_bytes
+from ampaudit.findings.finding import Gap
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import Gap
 from ampaudit.report.model import InputsInfo, of_made_up
 
 __all__ = ["Conversion", "OutputRecord", "Problem", "ProgramShapes", "Verification"]

@@ -1,4 +1,4 @@
-"""The registry of document kinds: each has a line here and a module in ``render/documents``."""
+"""The registry of document kinds: each has a line here and a module in ``views``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
+from ampaudit.render.render import check_values
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import Baseline, CheckResults
 from ampaudit.report.conversion import Conversion, Verification
@@ -24,10 +24,18 @@ from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport
 
-__all__ = ["DOCUMENTS", "Document", "kind_of", "parse_document", "read_baseline", "read_document"]
+__all__ = [
+    "DOCUMENTS",
+    "Document",
+    "json_schema",
+    "kind_of",
+    "parse_document",
+    "read_baseline",
+    "read_document",
+    "report_schema_text",
+]
 
 T = TypeVar("T")
-_RENDERER = "ampaudit.render.render"  # on a higher floor, so it is looked up when it is needed
 
 _MAX_BYTES = 64_000_000  # 60,000 sites
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
@@ -50,6 +58,17 @@ DOCUMENTS: dict[str, type[Document]] = {
     for field in fields(document)
     if field.name == "kind"
 }
+
+
+def json_schema(kind: str = "scan") -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a kind of document."""
+    schema = TypeAdapter(DOCUMENTS[kind]).json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def report_schema_text() -> str:
+    """Return the schema of a scan's report, as in ``docs/report.schema.json``."""
+    return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"
 
 
 def kind_of(data: Mapping[str, Any]) -> str | None:
@@ -94,7 +113,7 @@ def parse_document(text: str, name: str) -> Document:
         raise InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
     document = _validated(DOCUMENTS[kind], data, name, _HOW)
     try:
-        import_module(_RENDERER).check_values(document)
+        check_values(document)
     except ValueError as error:
         fault = f"{name}: holds values that no run makes ({describe(first_line(error))})"
         raise InputError(fault, hint=_HOW) from error

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.text import escape_control
+from ampaudit.findings.finding import FailOn, Gate, Severity
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import FailOn, Gate, Severity
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
 

@@ -18,10 +18,7 @@ from ampaudit.core.formats import FORMATS
 from ampaudit.core.instruments import ByInstrument, Instrument, instruments
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control, format_number, plural
-from ampaudit.policy.schema import AS_IS
-from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
-from ampaudit.report.finding import (
+from ampaudit.findings.finding import (
     CRASHED,
     CombinedPolicy,
     FailOnGaps,
@@ -33,6 +30,9 @@ from ampaudit.report.finding import (
     Verdict,
     gaps_in_words,
 )
+from ampaudit.policy.schema import AS_IS
+from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
 from ampaudit.report.gradients import BackwardReport, Gradient
 from ampaudit.report.steps import StepsReport
 

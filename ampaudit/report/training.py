@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.findings.finding import FailOn, Finding, Gate, Verdict
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import FailOn, Finding, Gate, Verdict
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.findings.finding import Source
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import Source
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo
 
 __all__ = ["FrontierPoint", "KeptOp", "KeptWeight", "Noise", "NoiseKind", "TriedSet", "TuningReport"]

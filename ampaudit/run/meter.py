@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
-from ampaudit.report.finding import Gap, GapKind
+from ampaudit.findings.finding import Gap, GapKind
 from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.low_precision import multiplies

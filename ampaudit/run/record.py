@@ -20,7 +20,7 @@ from ampaudit.core.instruments import ByInstrument
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import ratio_db
-from ampaudit.report.finding import Gap
+from ampaudit.findings.finding import Gap
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord

@@ -13,7 +13,7 @@ from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_scale, plural
-from ampaudit.report.finding import FailOn, Finding, Severity, Verdict, gate_at
+from ampaudit.findings.finding import FailOn, Finding, Severity, Verdict, gate_at
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 

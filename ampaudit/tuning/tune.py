@@ -28,11 +28,11 @@ from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId, globs_of
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import plural
+from ampaudit.findings.finding import Severity
 from ampaudit.instruments.sensitivity.measuring import noise_rows
 from ampaudit.instruments.sensitivity.probe import PrecisionValue, ValueKind
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, Reason
-from ampaudit.report.finding import Severity
 from ampaudit.report.model import ModelInfo, Report
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 from ampaudit.run.audit import run_audits

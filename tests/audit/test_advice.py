@@ -13,8 +13,8 @@ from ampaudit.audit.advice.attempts import same_function
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.findings.pages import all_pages
 from ampaudit.report.model import Report
-from ampaudit.report.pages import all_pages
 from ampaudit.source.open import open_source
 from tests.support.models import CASES
 from tests.support.models.score import COMBINATIONS

@@ -16,8 +16,8 @@ from ampaudit import read_report, scan
 from ampaudit.audit.checks import Finding
 from ampaudit.cli.program import main
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.findings.finding import CombinedPolicy
 from ampaudit.render.render import as_file
-from ampaudit.report.finding import CombinedPolicy
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source

@@ -17,8 +17,8 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
+from ampaudit.findings.finding import Finding, Trial
 from ampaudit.policy import load_policy
-from ampaudit.report.finding import Finding, Trial
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source

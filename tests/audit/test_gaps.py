@@ -16,10 +16,10 @@ from torch import nn
 import ampaudit
 from ampaudit.ci.judge import judge, known_target, measured_in
 from ampaudit.core.sites import SiteId
+from ampaudit.findings.finding import Gap, GapKind, Severity, gaps_in_words
 from ampaudit.render.render import as_file
 from ampaudit.report.check import Budgets
 from ampaudit.report.documents import parse_document
-from ampaudit.report.finding import Gap, GapKind, Severity, gaps_in_words
 from ampaudit.report.model import Report
 from tests.support.wrap import Wrap
 

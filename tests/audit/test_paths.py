@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ampaudit
-from ampaudit.report.finding import Finding
+from ampaudit.findings.finding import Finding
 from ampaudit.report.model import Report
 from tests.paths.cases import AUDITED, PLANTED, TWO_PATHS, batches_of, load, marked_lines
 from tests.paths.flips import DECISIONS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.render.verdict import verdict_words
+from ampaudit.views.verdict import verdict_words
 
 Hide = Callable[[torch.Tensor], torch.Tensor]
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 30

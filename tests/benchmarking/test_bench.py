@@ -22,11 +22,11 @@ from ampaudit.benchmarking.run import ModeRun, bench
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import device_named
 from ampaudit.render.blocks import Table
-from ampaudit.render.documents.bench import bench_facts, bench_tables
 from ampaudit.render.json import to_json
 from ampaudit.render.render import for_terminal
-from ampaudit.render.training_plot import plot_bench
 from ampaudit.report.bench import BenchReport
+from ampaudit.views.bench import bench_facts, bench_tables
+from ampaudit.views.training_plot import plot_bench
 from tests.support.bench import bert
 from tests.support.paths import ROOT
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.ci.judge import judge, known_target, measured_in
+from ampaudit.findings.finding import Severity
 from ampaudit.report.check import Baseline, Budgets, KnownFinding, KnownTarget, Measurements
-from ampaudit.report.finding import Severity
 from tests.support.saved import saved_report
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

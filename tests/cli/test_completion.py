@@ -15,9 +15,9 @@ from click.shell_completion import BashComplete
 from ampaudit.cli.options import GroupedCommand
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.devices.catalogue import all_devices
+from ampaudit.findings.pages import all_pages
+from ampaudit.findings.pages.page import code_titles
 from ampaudit.policy.load import policy_names
-from ampaudit.report.pages import all_pages
-from ampaudit.report.pages.page import code_titles
 
 
 def completed(*words: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.report.pages import all_pages
+from ampaudit.findings.pages import all_pages
 from tests.support.signals import end_by_signal
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at processes in /proc")

@@ -16,8 +16,8 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.core.files import write_text
-from ampaudit.render.scan_tables import summary_rows
 from ampaudit.report.extrapolation import Tail
+from ampaudit.views.scan_tables import summary_rows
 from tests.support.program import run_program
 from tests.support.saved import saved_report
 

@@ -16,9 +16,9 @@ from filelock import FileLock
 from ampaudit.core import confinement, files, text
 from ampaudit.core.child import ChildProcess, child_environment
 from ampaudit.core.text import model_file
+from ampaudit.findings.finding import Source
 from ampaudit.render import sarif
 from ampaudit.render.findings import relative_path
-from ampaudit.report.finding import Source
 from ampaudit.trace import stack
 from tests.support.paths import ROOT
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from ampaudit.findings.pages import all_pages
+from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.linting import LintedFile, lint_text
 from ampaudit.linter.selection import RuleSelection
-from ampaudit.report.pages import all_pages
-from ampaudit.report.pages.page import LINTED
 from tests.linter.corpora import read_set
 from tests.linter.field_twins import FIELD_TWINS
 from tests.linter.twins import TWINS as OLDER_TWINS

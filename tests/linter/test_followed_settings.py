@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampaudit.report.finding import Severity
+from ampaudit.findings.finding import Severity
 from tests.linter.examples import lint
 
 HEAD = """

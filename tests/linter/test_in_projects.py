@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampaudit.findings.pages import all_pages
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import find_files
 from ampaudit.linter.lint import lint
 from ampaudit.linter.linting import LintedFile, lint_files, lint_text
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import lines_of_cells
-from ampaudit.report.pages import all_pages
 from tests.linter.examples import UNSURE, notebook
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from junitparser import JUnitXml
 
+from ampaudit.findings.pages import all_pages
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import lint_text
@@ -22,7 +23,6 @@ from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document
 from ampaudit.report.lint import LintReport
-from ampaudit.report.pages import all_pages
 from tests.support.paths import ROOT
 from tests.support.saved import HOSTILE
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ampaudit.findings.pages import all_pages
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import lint_bytes, lint_files
 from ampaudit.linter.selection import RuleSelection
-from ampaudit.report.pages import all_pages
 from tests.support.clock import soon
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampaudit.findings.pages import all_pages
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, WITHOUT_HALF_KERNEL
 from ampaudit.linter.linting import lint_text
 from ampaudit.linter.selection import RuleSelection
-from ampaudit.report.pages import all_pages
 from tests.linter.examples import BAD, training_loop
 
 SCALE = 1024.0

@@ -14,7 +14,7 @@ def test_there_are_twins_for_every_code() -> None:
     twins = {name.split()[0] for name in TWINS}
     without_twin, without_page = sorted(set(PAGES) - twins), sorted(twins - set(PAGES))
     assert not without_twin, f"add a pair for each of {without_twin} to tests/linter/twins.py"
-    assert not without_page, f"write a page in report/pages/ for each of {without_page}"
+    assert not without_page, f"write a page in findings/pages/ for each of {without_page}"
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -16,10 +16,10 @@ from ampaudit.audit.scan import scan_policies
 from ampaudit.core.session import Progress, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.findings.finding import Gap, GapKind
 from ampaudit.parallel.identity import identity_of
 from ampaudit.parallel.parts import FilePart, read_parts, records_from_json, records_of_rank, records_to_json
 from ampaudit.policy import load_policy
-from ampaudit.report.finding import Gap, GapKind
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, join_parts
 from ampaudit.source.open import open_source

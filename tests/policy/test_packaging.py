@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        assert "ampaudit/report/pages/AMP101.md" in archive.namelist()
+        assert "ampaudit/findings/pages/AMP101.md" in archive.namelist()
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert "ampaudit/py.typed" in names

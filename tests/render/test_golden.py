@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from ampaudit.cli.output import as_text
 from ampaudit.cli.program import COMMANDS, main
+from ampaudit.findings.pages import all_pages
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import lint_text
@@ -27,7 +28,6 @@ from ampaudit.report.compare import diff
 from ampaudit.report.documents import Document
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Comparison
-from ampaudit.report.pages import all_pages
 from tests.support.paths import GOLDEN
 from tests.support.saved import HOSTILE, NAMES, saved, saved_report
 from tests.support.tuned import SENSITIVITY, hostile, tuned, tuned_short

@@ -12,9 +12,9 @@ import pytest
 
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control, format_number
+from ampaudit.findings.finding import Severity
 from ampaudit.render.html.page import to_html
 from ampaudit.report.bench import BenchReport
-from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Comparison, Report
 from tests.support.browser import Open

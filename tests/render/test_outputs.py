@@ -28,19 +28,19 @@ import ampaudit.render.sarif as sarif
 from ampaudit.core.errors import UsageError
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import escape_control
+from ampaudit.findings.finding import Finding, Severity
+from ampaudit.findings.pages import all_pages
 from ampaudit.render.csv import to_csv
 from ampaudit.render.github import to_github
 from ampaudit.render.junit import to_junit
 from ampaudit.render.markdown import code, escaped, to_markdown
 from ampaudit.render.render import OUTPUT_FORMATS, as_file, chosen_format, for_terminal, formats_of
 from ampaudit.render.sarif import to_sarif
-from ampaudit.render.scan_tables import summary_rows
 from ampaudit.report.check import CheckResults
 from ampaudit.report.documents import Document
 from ampaudit.report.extrapolation import Stressed
-from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Comparison, Report
-from ampaudit.report.pages import all_pages
+from ampaudit.views.scan_tables import summary_rows
 from tests.support.paths import DATA, ROOT
 from tests.support.saved import HOSTILE, NAMES, named, saved, saved_report, text_of
 

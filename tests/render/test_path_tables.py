@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.render.scan_tables import path_sections
+from ampaudit.views.scan_tables import path_sections
 from tests.support.wrap import Wrap
 
 

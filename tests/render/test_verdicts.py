@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from ampaudit.cli.output import as_text
 from ampaudit.cli.program import main
+from ampaudit.findings.finding import Gate, Verdict
+from ampaudit.findings.pages import all_pages
 from ampaudit.render.render import FORMAT_REGISTRY, as_file, for_terminal, formats_of
 from ampaudit.report.documents import Document
-from ampaudit.report.finding import Gate, Verdict
-from ampaudit.report.pages import all_pages
 from tests.support.saved import sample, saved
 
 OVERFLOWS = """

@@ -15,9 +15,9 @@ from ampaudit.audit.checks.causes import DOMAIN_CAUSES, OVERFLOW_CAUSES
 from ampaudit.audit.instruments import checks_of
 from ampaudit.core.instruments import instruments
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.findings.pages import Example, Page, all_pages
+from ampaudit.findings.pages.page import LINTED
 from ampaudit.report.model import Report
-from ampaudit.report.pages import Example, Page, all_pages
-from ampaudit.report.pages.page import LINTED
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.open import open_source
 from ampaudit.training.config import TrainConfig
@@ -78,7 +78,7 @@ def test_a_check_fires_on_its_bad_example(
     found = [f for f in report.findings if f.code == page.code]
     said = [(f.code, f.site, f.cause) for f in report.findings]
     assert found, (
-        f"{page.code} must fire on the bad example of report/pages/{page.code}.md; what fires: {said}"
+        f"{page.code} must fire on the bad example of findings/pages/{page.code}.md; what fires: {said}"
     )
     assert found[0].severity == page.severity, found[0]
     assert found[0].kind == page.kind
@@ -106,7 +106,7 @@ def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> No
     beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
     codes = set(checks) | causes | beside
     without_page, without_check = sorted(codes - set(PAGES)), sorted(set(PAGES) - codes)
-    assert not without_page, f"write a page in report/pages/ for each of {without_page}"
+    assert not without_page, f"write a page in findings/pages/ for each of {without_page}"
     assert not without_check, f"add a Check to CHECKS in audit/checks/, or remove the page: {without_check}"
 
 

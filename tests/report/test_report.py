@@ -15,10 +15,10 @@ from torch import nn
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control
-from ampaudit.render.json import json_schema, report_schema_text, to_json
+from ampaudit.findings.finding import Evidence
+from ampaudit.render.json import to_json
 from ampaudit.render.render import for_terminal
-from ampaudit.report.documents import parse_document
-from ampaudit.report.finding import Evidence
+from ampaudit.report.documents import json_schema, parse_document, report_schema_text
 from ampaudit.report.model import Report
 from tests.support.paths import ROOT
 from tests.support.planted import WIDTH, TwoBranches

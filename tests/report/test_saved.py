@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import MAX_MESSAGE
+from ampaudit.findings.finding import Severity
 from ampaudit.report.compare import diff
 from ampaudit.report.difference import Difference
 from ampaudit.report.documents import parse_document, read_document
-from ampaudit.report.finding import Severity
 from ampaudit.report.model import Comparison, Report, SiteReport
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
 

@@ -17,10 +17,10 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.core.errors import InputError
 from ampaudit.render.render import for_terminal
-from ampaudit.render.verdict import verdict_words
 from ampaudit.report.model import Report
 from ampaudit.run.attribution import Attribution
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
+from ampaudit.views.verdict import verdict_words
 
 FLOATS = st.floats(-100.0, 100.0, width=32).map(lambda x: x if abs(x) > 1e-3 else 0.0)
 

@@ -23,15 +23,15 @@ from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import scan_policies
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.formats import FLOAT16
+from ampaudit.findings.finding import Finding
 from ampaudit.policy import load_policy
-from ampaudit.render.verdict import verdict_words
-from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
 from ampaudit.run.config import RunConfig
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, trace
+from ampaudit.views.verdict import verdict_words
 
 
 class Of(nn.Module):

@@ -18,8 +18,8 @@ import ampaudit
 from ampaudit.core.errors import AuditError, InputError, ReferenceBroken
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
+from ampaudit.findings.finding import Severity
 from ampaudit.render.render import as_file
-from ampaudit.report.finding import Severity
 from ampaudit.run import runner
 from ampaudit.source import Batch
 from ampaudit.source.inputs import recorded_calls

@@ -20,11 +20,11 @@ from ampaudit import bench, convert, plan, scan
 from ampaudit.core.errors import AuditError, InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.render import OUTPUT_FORMATS, as_file, for_terminal
-from ampaudit.render.verdict import verdict_words
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, sounds
 from ampaudit.source.open import open_source
+from ampaudit.views.verdict import verdict_words
 from tests.support.processors import TEXT, VISION, VOCABULARY, bert, clip, image_processor, tokenizer, whisper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

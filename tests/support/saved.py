@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from ampaudit.findings.finding import Finding, Severity
 from ampaudit.report.compare import diff
 from ampaudit.report.conversion import Conversion, OutputRecord, Problem, Verification
 from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document, parse_document
-from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
 from ampaudit.report.model import Comparison, Report, SiteReport
 from tests.support.paths import ROOT

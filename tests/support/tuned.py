@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.findings.finding import Source
 from ampaudit.instruments.sensitivity import Sensitivity
-from ampaudit.report.finding import Source
 from ampaudit.report.model import GIVEN, Environment, ModelInfo, ToolInfo
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, Noise, TriedSet, TuningReport
 

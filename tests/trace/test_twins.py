@@ -14,7 +14,7 @@ from torch import nn
 import ampaudit
 from ampaudit import scan
 from ampaudit.core.errors import SourceError, UsageError
-from ampaudit.report.finding import GapKind
+from ampaudit.findings.finding import GapKind
 from ampaudit.report.model import Report
 from ampaudit.source import twins as twin_files
 from ampaudit.trace import twins

@@ -17,13 +17,13 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
-from ampaudit.render.documents.training import sparkline
 from ampaudit.render.render import for_terminal
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at
 from ampaudit.training.train import train
+from ampaudit.views.training import sparkline
 from tests.support.saved import saved
 from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
 
@@ -211,7 +211,7 @@ def saved_training() -> TrainingReport:
 
 
 def test_the_picture_marks_the_run_that_became_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ampaudit.render import training_plot
+    from ampaudit.views import training_plot
 
     report = saved_training()
     losses = {v.name: [step.loss for step in v.health.steps] for v in report.variants}

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from ampaudit.report.pages import all_pages
+from ampaudit.findings.pages import all_pages
 from tests.linter.corpora import SETS, read_set
 from tests.linter.examples import BAD, GOOD
 from tests.support.cures.table import CASES as CURES

@@ -10,8 +10,8 @@ from torch import nn
 
 from ampaudit.audit.checks import CheckContext
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.findings.finding import TrialKind
 from ampaudit.policy import RuleSet
-from ampaudit.report.finding import TrialKind
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.op_calls import Edit
 

@@ -18,7 +18,7 @@ from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.residual import stream_rescaled
 from ampaudit.audit.advice.rewrites import is_returned, rewrites
 from ampaudit.audit.advice.rules import exemptions_for, propose_exemptions
-from ampaudit.report.finding import Finding
+from ampaudit.findings.finding import Finding
 from ampaudit.trace import Site
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.isolation import structural_copy

@@ -21,7 +21,7 @@ from ampaudit.audit.advice.residual_stream import AttributeChange, Refusal, Stre
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural, ratio_db
-from ampaudit.report.finding import Finding
+from ampaudit.findings.finding import Finding
 from ampaudit.trace import Site, TracedModel
 from ampaudit.trace.converted import identity
 from ampaudit.trace.fake_model import named_tensors

@@ -28,7 +28,7 @@ from ampaudit.audit.checks.precision import lost_eps
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding
+from ampaudit.findings.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.flow import Flow

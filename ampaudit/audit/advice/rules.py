@@ -11,10 +11,10 @@ from torch import fx
 from ampaudit.audit.advice.interface import AdviceContext, Exemption, Proposal
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import listed
+from ampaudit.findings.finding import Finding
+from ampaudit.findings.pages import page_of
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
-from ampaudit.report.finding import Finding
-from ampaudit.report.pages import page_of
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.flow import Flow

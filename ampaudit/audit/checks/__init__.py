@@ -2,7 +2,7 @@
 
 A check is ``Check(code, find)`` in the ``CHECKS`` of its module; a cause, ``Cause(code, applies, advice)``,
 names the reason for an origin (``causes.py``). Kind and severity stand on the page
-(``ampaudit.report.pages``).
+(``ampaudit.findings.pages``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ampaudit.audit.checks import (
     speed,
 )
 from ampaudit.audit.checks.interface import Check, CheckContext, run_checks
-from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.findings.finding import Evidence, Finding, Severity, Source
 
 __all__ = [
     "ALL_CHECKS",

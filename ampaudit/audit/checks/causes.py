@@ -26,8 +26,8 @@ from ampaudit.audit.checks.precision import (
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.ops import having
 from ampaudit.core.text import format_number
+from ampaudit.findings.finding import Finding, Severity
 from ampaudit.policy.schema import Cast
-from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Role, Site
 

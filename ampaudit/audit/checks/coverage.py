@@ -16,7 +16,7 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, 
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import listed
-from ampaudit.report.finding import Finding, Gap, GapKind, Severity
+from ampaudit.findings.finding import Finding, Gap, GapKind, Severity
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import NO_KERNEL
 from ampaudit.trace.internals import has_kernel

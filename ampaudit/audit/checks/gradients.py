@@ -15,7 +15,7 @@ from ampaudit.audit.checks.interface import (
 )
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
-from ampaudit.report.finding import Evidence, Finding, Severity
+from ampaudit.findings.finding import Evidence, Finding, Severity
 from ampaudit.run.backward.record import (
     GradientOrigin,
     GradientRecord,

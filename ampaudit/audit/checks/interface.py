@@ -14,9 +14,9 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, ratio_db
-from ampaudit.report.finding import CRASHED, Evidence, Finding, Severity, Source
+from ampaudit.findings.finding import CRASHED, Evidence, Finding, Severity, Source
+from ampaudit.findings.pages import page_of
 from ampaudit.report.gradients import ScaleAdvice
-from ampaudit.report.pages import page_of
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.audit import Audit
 from ampaudit.run.backends import Contract, parse_contract

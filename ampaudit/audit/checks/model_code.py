@@ -24,8 +24,8 @@ from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, signal_to_noise_db
+from ampaudit.findings.finding import OTHER_CODE, Finding, Severity
 from ampaudit.policy.schema import Cast
-from ampaudit.report.finding import OTHER_CODE, Finding, Severity
 from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference
 from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.record import OutputDifference, ReadStats

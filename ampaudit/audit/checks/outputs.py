@@ -17,7 +17,7 @@ from ampaudit.audit.checks.interface import (
 from ampaudit.audit.checks.precision import rounded_number, subtracts
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import differing_share, format_number, listed
-from ampaudit.report.finding import Evidence, Finding, Severity
+from ampaudit.findings.finding import Evidence, Finding, Severity
 from ampaudit.report.model import LOST_DB
 from ampaudit.report.steps import StepGrowth
 from ampaudit.run.attribution import Culprit

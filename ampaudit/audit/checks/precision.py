@@ -11,7 +11,7 @@ from torch import fx
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, cause, finding_at
 from ampaudit.core.ops import having
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.findings.finding import Finding, Severity
 from ampaudit.run.meter import spacing
 from ampaudit.trace import Role, Site
 from ampaudit.trace.functional import overload_of

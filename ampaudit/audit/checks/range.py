@@ -10,8 +10,8 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
+from ampaudit.findings.finding import Evidence, Finding, Severity
 from ampaudit.policy.schema import Cast
-from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Site
 

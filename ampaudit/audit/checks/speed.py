@@ -10,7 +10,7 @@ import torch
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.ops import having
 from ampaudit.core.text import listed
-from ampaudit.report.finding import Finding
+from ampaudit.findings.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
 

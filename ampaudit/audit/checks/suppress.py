@@ -12,10 +12,10 @@ from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import comments_of
 from ampaudit.core.untrusted import read_bounded
+from ampaudit.findings.finding import Finding
+from ampaudit.findings.pages import codes_beginning
+from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
-from ampaudit.report.finding import Finding
-from ampaudit.report.pages import codes_beginning
-from ampaudit.report.pages.page import LINTED
 from ampaudit.trace import Site
 
 __all__ = ["Suppression", "comments_in", "comments_of_files", "option", "suppressed", "with_later"]

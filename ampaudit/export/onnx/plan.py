@@ -34,10 +34,10 @@ from ampaudit.export.onnx.types import (
     schema_of,
 )
 from ampaudit.export.onnx.whole_numbers import whole_number_nodes
+from ampaudit.findings.finding import Severity
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
-from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import OnnxFile

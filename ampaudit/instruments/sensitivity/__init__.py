@@ -10,8 +10,8 @@ from ampaudit.core.config import Config, Option
 from ampaudit.core.instruments import RUNS, Instrument, Need
 from ampaudit.core.text import plural
 from ampaudit.render.blocks import Section, line
-from ampaudit.render.tuning_tables import format_accuracy, noise_section, untrusted
 from ampaudit.report.tuning import Noise
+from ampaudit.views.tuning_tables import format_accuracy, noise_section, untrusted
 
 __all__ = ["INSTRUMENT", "Sensitivity", "SensitivityOptions"]
 

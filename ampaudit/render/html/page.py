@@ -17,12 +17,10 @@ from markupsafe import Markup, escape
 
 from ampaudit.core import __version__
 from ampaudit.core.text import escape_control, format_number, format_power, format_scale
+from ampaudit.findings.pages import all_pages
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
-from ampaudit.render.documents import view_of
 from ampaudit.render.findings import relative_path
-from ampaudit.render.view import ViewPage
-from ampaudit.report.documents import Document
-from ampaudit.report.pages import all_pages
+from ampaudit.render.view import Renderable, ViewPage, view_of
 
 __all__ = ["to_html"]
 
@@ -30,7 +28,7 @@ __all__ = ["to_html"]
 _HERE = Path(__file__).parent
 
 
-def to_html(document: Document) -> str:
+def to_html(document: Renderable) -> str:
     """Return a document's own page, or one made of its sections."""
     view = view_of(document)
     page = view.page()

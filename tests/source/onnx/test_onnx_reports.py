@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from ampaudit import diff, scan
+from ampaudit.findings.finding import Finding, Severity
 from ampaudit.render.json import to_json
-from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
 from tests.support.onnx_graphs import initializer, mlp, model_of, node, value
 

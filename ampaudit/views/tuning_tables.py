@@ -9,10 +9,10 @@ from pathlib import PurePath
 
 from ampaudit.core.formats import FORMATS
 from ampaudit.core.text import format_bytes, format_number, listed, plural, short_op
+from ampaudit.findings.finding import Source
 from ampaudit.render.blocks import Block, Section, facts, line, tabulate
-from ampaudit.render.documents.plan import stacked
-from ampaudit.report.finding import Source
 from ampaudit.report.tuning import FrontierPoint, KeptOp, Noise, TuningReport
+from ampaudit.views.plan import stacked
 
 __all__ = [
     "code_title",

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.core.instruments import instruments
 from ampaudit.core.text import escape_control, format_number, short_op
+from ampaudit.findings.finding import Severity, gaps_in_words, threshold
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections, relative_path
-from ampaudit.render.scan_tables import (
+from ampaudit.render.view import Cell, Row, Strip, View, ViewPage
+from ampaudit.report.model import Report, SiteReport
+from ampaudit.views.scan_tables import (
     against_sections,
     all_sites,
     gradient_sections,
@@ -21,10 +24,7 @@ from ampaudit.render.scan_tables import (
     sweep_sections,
     weights_in_words,
 )
-from ampaudit.render.verdict import verdict_section, verdict_words
-from ampaudit.render.view import Cell, Row, Strip, View, ViewPage, strips_of
-from ampaudit.report.finding import Severity, gaps_in_words, threshold
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.views.verdict import verdict_section, verdict_words
 
 __all__ = ["ScanView", "reports_page"]
 
@@ -183,7 +183,7 @@ class ScanView(View[Report]):
 
 def reports_page(reports: Sequence[Report]) -> ViewPage:
     """Return a page for one policy, or for several to choose from."""
-    from ampaudit.render.html.figures import figure_data, page_values
+    from ampaudit.views.figures import figure_data, page_values
 
     data = [figure_data(report) for report in reports]
     scans = [ScanView(report) for report in reports]
@@ -236,3 +236,25 @@ def _measured(site: SiteReport) -> Mapping[str, Cell]:
         "bound": site.bound,
         **{f"gradient_{name}": value for name, value in gradient.items()},
     }
+
+
+def strips_of(report: Report) -> Iterator[Strip]:
+    """Yield the strip of a report's values, then that of its gradients; empty strips are left out."""
+    wrong: dict[bool, set[str]] = {True: set(), False: set()}
+    for finding in report.active:
+        if finding.severity is Severity.ERROR:
+            wrong[finding.phase == "backward"] |= {finding.site, *finding.poisons}
+    values = [
+        (forward.headroom_bits, site.site in wrong[False] or forward.inf + forward.nan > 0, site.site)
+        for site in report.low_precision_sites
+        if (forward := site.forward) and forward.headroom_bits is not None
+        if site.role != "weight-cast" and not site.by_design
+    ]
+    gradients = [
+        (gradient.headroom_bits, site.site in wrong[True] or gradient.inf + gradient.nan > 0, site.site)
+        for site in report.sites
+        if (gradient := site.gradient) and gradient.low_precision and gradient.headroom_bits is not None
+    ]
+    for label, cells in (("headroom over depth", values), ("gradients times the loss scale", gradients)):
+        if cells:
+            yield Strip(label, tuple(cells))

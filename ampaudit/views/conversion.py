@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ampaudit.checkpoint.header import MASTER, PLAN, REFERENCE, REPORT, TORCH_NAMES
 from ampaudit.core.text import format_bytes, plural, short_op
+from ampaudit.findings.finding import GapKind
 from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
 from ampaudit.report.conversion import Conversion, OutputRecord
-from ampaudit.report.finding import GapKind
 
 __all__ = ["ConversionView"]
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.core.text import escape_control, format_bytes, listed, plural, short_op
+from ampaudit.findings.finding import Severity, gaps_in_words
 from ampaudit.render.blocks import Line, Section, line, tabulate
-from ampaudit.render.documents.scan import ScanView, reports_page
-from ampaudit.render.findings import Suite
-from ampaudit.render.scan_tables import scales_that_suit, sweep_words
-from ampaudit.render.verdict import MARKS, VERDICT_STYLES
+from ampaudit.render.findings import MARKS, Suite
 from ampaudit.render.view import Row, Strip, View, ViewPage
-from ampaudit.report.finding import Severity, gaps_in_words
 from ampaudit.report.model import Comparison, Report
+from ampaudit.views.scan import ScanView, reports_page
+from ampaudit.views.scan_tables import scales_that_suit, sweep_words
+from ampaudit.views.verdict import VERDICT_STYLES
 
 __all__ = ["ComparisonView"]
 

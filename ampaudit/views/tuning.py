@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section, headline, line
-from ampaudit.render.tuning_tables import (
+from ampaudit.render.findings import MARKS
+from ampaudit.render.view import Row, View, ViewPage
+from ampaudit.report.tuning import TuningReport
+from ampaudit.views.tuning_tables import (
     code_title,
     point_words,
     tuning_policy,
@@ -14,9 +17,7 @@ from ampaudit.render.tuning_tables import (
     tuning_tables,
     tuning_verdict,
 )
-from ampaudit.render.verdict import MARKS, verdict_section
-from ampaudit.render.view import Row, View, ViewPage
-from ampaudit.report.tuning import TuningReport
+from ampaudit.views.verdict import verdict_section
 
 __all__ = ["TuningView"]
 
@@ -85,7 +86,7 @@ class TuningView(View[TuningReport]):
 
     def page(self) -> ViewPage:
         """Return the chart of the frontier, the tables, and the rule file of each point."""
-        from ampaudit.render.tuning_plot import frontier_figure
+        from ampaudit.views.tuning_plot import frontier_figure
 
         report = self.document
         word, sentence = self.verdict()

@@ -11,9 +11,9 @@ from typing import Any
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable, write_bytes
 from ampaudit.core.text import escape_control, plural
-from ampaudit.render.documents.bench import BROKEN
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 from ampaudit.report.training import TrainingReport, Variant
+from ampaudit.views.bench import BROKEN
 
 __all__ = ["check_picture", "figure_of", "plain_text", "plot_bench", "plot_training", "save_figure"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ampaudit.report.pages.page import Example, Page, all_pages, codes_beginning, page_of, title_of
+from ampaudit.findings.pages.page import Example, Page, all_pages, codes_beginning, page_of, title_of
 
 __all__ = ["Example", "Page", "all_pages", "codes_beginning", "page_of", "title_of"]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, plural
+from ampaudit.findings.finding import threshold
+from ampaudit.findings.pages import title_of
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
-from ampaudit.report.finding import threshold
 from ampaudit.report.lint import LintFinding, LintReport
-from ampaudit.report.pages import title_of
+from ampaudit.views.verdict import verdict_section
 
 __all__ = ["LintView"]
 

@@ -56,7 +56,7 @@ class BenchView(View[BenchReport]):
 
     def page(self) -> ViewPage:
         """Return charts of memory and speed above the tables."""
-        from ampaudit.render.html.figures import bench_data
+        from ampaudit.views.figures import bench_data
 
         report = self.document
         values = {"report": report, "tables": bench_tables(report), "facts": list(bench_facts(report))}

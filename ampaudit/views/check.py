@@ -8,13 +8,13 @@ from pathlib import Path
 from ampaudit.core import __version__
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_bytes, listed, model_file, plural, shell_quoted
+from ampaudit.findings.finding import KNOWN
+from ampaudit.findings.pages import title_of
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, relative_path
-from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult
-from ampaudit.report.finding import KNOWN
-from ampaudit.report.pages import title_of
+from ampaudit.views.verdict import VERDICT_STYLES, verdict_section
 
 __all__ = ["CheckView"]
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import escape_control, format_number, listed, plural, short_op
-from ampaudit.report.pages.page import Kind
+from ampaudit.findings.pages.page import Kind
 
 __all__ = [
     "CRASHED",

@@ -14,9 +14,9 @@ from markupsafe import Markup
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable
 from ampaudit.core.text import escape_control, plural
-from ampaudit.render.training_plot import figure_of, plain_text, save_figure
-from ampaudit.render.tuning_tables import format_accuracy, point_words
 from ampaudit.report.tuning import TuningReport
+from ampaudit.views.training_plot import figure_of, plain_text, save_figure
+from ampaudit.views.tuning_tables import format_accuracy, point_words
 
 __all__ = ["frontier_figure", "plot_tuning"]
 

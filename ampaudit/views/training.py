@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from ampaudit.core.text import format_bytes, format_number, format_scale, plural
+from ampaudit.findings.finding import Severity, threshold
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, headline, line, tabulate
 from ampaudit.render.findings import Alert, Suite, alert_of, finding_sections
-from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
-from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
+from ampaudit.views.verdict import verdict_section
 
 __all__ = ["TrainingView", "sparkline"]
 

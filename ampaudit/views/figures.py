@@ -9,9 +9,13 @@ from typing import Any
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_scale, plural, short_op
+from ampaudit.findings.finding import Severity
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import TOP, Suite, relative_path
-from ampaudit.render.scan_tables import (
+from ampaudit.report.bench import PARTS, BenchReport
+from ampaudit.report.gradients import BackwardReport
+from ampaudit.report.model import Report, SiteReport
+from ampaudit.views.scan_tables import (
     against_sections,
     path_sections,
     scales_that_suit,
@@ -21,11 +25,7 @@ from ampaudit.render.scan_tables import (
     sweep_chart,
     sweep_sections,
 )
-from ampaudit.render.verdict import verdict_words
-from ampaudit.report.bench import PARTS, BenchReport
-from ampaudit.report.finding import Severity
-from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.views.verdict import verdict_words
 
 __all__ = ["bench_data", "figure_data", "page_values"]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ampaudit.core.text import escape_control, format_scale, plural
-from ampaudit.render.blocks import Line, Section, line
-from ampaudit.report.finding import (
+from ampaudit.findings.finding import (
     OTHER_CODE,
     OTHER_FUNCTION,
     GapKind,
@@ -15,14 +14,14 @@ from ampaudit.report.finding import (
     counts_in_words,
     gaps_in_words,
 )
+from ampaudit.render.blocks import Line, Section, line
 
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
 
-__all__ = ["MARKS", "VERDICT_STYLES", "verdict_section", "verdict_words"]
+__all__ = ["VERDICT_STYLES", "verdict_section", "verdict_words"]
 
 VERDICT_STYLES = {"pass": "bold green", "fail": "bold red", "warn": "bold yellow", "error": "bold yellow"}
-MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠ WARN"}
 
 
 def verdict_section(
@@ -42,7 +41,7 @@ def verdict_words(report: Report) -> tuple[str, str]:
     first, *others = _reasons(report)
     what = "; ".join((f"{first} ({counts})" if counts else first, *gaps, *others))
     if report.sweep is not None:
-        from ampaudit.render.scan_tables import sweep_words
+        from ampaudit.views.scan_tables import sweep_words
 
         what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""

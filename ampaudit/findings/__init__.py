@@ -1,0 +1,1 @@
+"""Findings of every command, and the page of documentation of each code."""

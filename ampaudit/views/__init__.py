@@ -1,0 +1,1 @@
+"""One module per kind of document, with the view that all formats render."""
