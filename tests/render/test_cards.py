@@ -15,10 +15,9 @@ import pytest
 from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import as_file, formats_of
-from ampaudit.render.view import Strip, strip_svg
+from ampaudit.render.view import Strip, strip_svg, view_of
 from ampaudit.report.documents import Document
 from ampaudit.report.model import Comparison
-from ampaudit.views import view_of
 from tests.support.saved import NAMES, sample, saved, saved_report
 
 KINDS = (*NAMES, "conversion", "verification", "lint", "diff", "tuning")

@@ -18,10 +18,9 @@ from junitparser import JUnitXml
 from ampaudit.core.errors import UsageError
 from ampaudit.render.blocks import Table
 from ampaudit.render.render import FORMAT_REGISTRY, as_file, for_terminal, formats_of
-from ampaudit.render.view import View
+from ampaudit.render.view import View, view_of
 from ampaudit.report.documents import DOCUMENTS, json_schema, parse_document
 from ampaudit.report.steps import StepReport, StepsReport
-from ampaudit.views import view_of
 from ampaudit.views.scan_tables import step_section
 from tests.support.paths import ROOT
 from tests.support.saved import SAMPLES, sample, saved

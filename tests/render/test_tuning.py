@@ -18,11 +18,11 @@ from ampaudit.render.blocks import Table
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.terminal import printable
+from ampaudit.render.view import view_of
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.documents import parse_document
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import Noise, TuningReport
-from ampaudit.views import view_of
 from ampaudit.views.training_plot import plot_bench, plot_training
 from ampaudit.views.tuning_plot import frontier_figure, plot_tuning
 from ampaudit.views.tuning_tables import format_accuracy, noise_section, tuning_tables
