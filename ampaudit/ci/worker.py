@@ -24,7 +24,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
-from ampaudit.findings.finding import gaps_in_words
+from ampaudit.findings.finding import counts_in_words, gaps_in_words
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.check import Breach, Budgets, Measurements, Request, TargetResult
 from ampaudit.report.model import Report
@@ -61,6 +61,9 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         notes.append(f"audited on {report.run.made_up}")
     if report.gaps:
         notes.append(gaps_in_words(report.gaps))
+    hidden = [f.severity for f in report.findings if f.suppressed is not None or f.code in budgets.allow]
+    if hidden:
+        notes.append(f"ignored: {counts_in_words(hidden)}")
     measured = measured_in(report)
     if metric is not None:
         measured = replace(measured, metric_fp32=metric[0], metric_lower=metric[1])

@@ -20,7 +20,7 @@ from ampaudit.cli.terminal import print_notes
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import escape_control
+from ampaudit.core.text import escape_control, plural
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy, policy_names
 from ampaudit.policy.load import Loaded
 from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names, rules_schema_text
@@ -67,10 +67,9 @@ def validate_command(file: str, debug: bool) -> None:
     loaded = load_file(file)
     for warning in loaded.warnings:
         print_notes(f"warning: {warning}")
-    ops = len(loaded.rules.op_names)
-    click.echo(
-        f"{loaded.path}: policy {loaded.file.name!r}, {len(loaded.file.rules)} rules about {ops} ops: valid"
-    )
+    rules = plural(len(loaded.file.rules), "rule")
+    ops = plural(len(loaded.rules.op_names), "op")
+    click.echo(f"{loaded.path}: policy {loaded.file.name!r}, {rules} about {ops}: valid")
 
 
 @rules_group.command("diff")

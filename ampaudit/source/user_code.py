@@ -39,7 +39,9 @@ def module_from_file(path: Path) -> ModuleType:
     name = f"{GIVEN_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SourceError(f"{path}: not a Python file", hint="a model file ends in .py")
+        raise SourceError(
+            f"{path}: not a Python file", hint="models and inputs are read from files that end in .py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     with _first_on_path(str(path.resolve().parent)), calling_user_code(f"{path}"):

@@ -305,6 +305,15 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is imported ahead")
+def test_a_pass_counts_what_is_allowed(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, {"bad": BAD})
+    (result,) = check(path)
+    assert {breach.budget for breach in result.breaches} == {"AMP101"}
+    assert result.notes == ()
+    (result,) = check(path, allow=["AMP101"])
+    assert (result.verdict, result.notes) == ("pass", ("ignored: 1 error",))
+
+
 def test_what_an_audit_imports_is_imported_once(tmp_path: Path) -> None:
     code = HEAD + (
         "import sys\nloaded = set(sys.modules)\n"

@@ -136,6 +136,7 @@ def test_an_overflow_is_judged_under_both() -> None:
     report = scan(TwoBranches(left=6e4).eval(), torch.randn(8, WIDTH) * 3, policy="half", contract="saturate")
     changes = {c.site: (c.usual, c.here) for c in report.changed}
     assert changes["left.up/linear"] == ("error AMP101", "error AMP116")
+    assert report.codes_by_site["left.up/linear"] == ["AMP116"], "and no little headroom as well"
 
 
 def test_a_long_sum_breaks_when_it_is_added_up_in_16_bits() -> None:
