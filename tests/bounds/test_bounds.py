@@ -17,7 +17,7 @@ from torch import nn
 from ampaudit.bounds import BoundTable, bound
 from ampaudit.bounds.analysis import assumptions
 from ampaudit.bounds.interval import from_tensor
-from ampaudit.bounds.transfers import DuplicateTransfer, transfer
+from ampaudit.bounds.transfers import TRANSFERS, DuplicateTransfer, transfer
 from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import FLOAT16, format_named
@@ -213,6 +213,12 @@ CASES: dict[str, tuple[Function, tuple[int, ...]]] = {
     "shuffled": (lambda m, x: F.pixel_shuffle(torch.cat([x, x, x, x], 1), 2), IMAGE),
     "in place": (lambda m, x: in_place(m, x), ROWS),
     "in place, read later": (lambda m, x: in_place_and_read(x), ROWS),
+    "extremes": (lambda m, x: (x.max(-1).values, x.min(-1).values, x.argmax(-1) * 1.5), ROWS),
+    "sorted": (lambda m, x: (x.sort(-1).values, x.topk(3).values), ROWS),
+    "moments": (lambda m, x: (torch.var_mean(x, -1), torch.std_mean(x, -1)), ROWS),
+    "uneven pieces": (lambda m, x: torch.tensor_split(x, [3], -1), ROWS),
+    "dropout that is off": (lambda m, x: F.dropout(x * 2, 0.5, training=False), ROWS),
+    "copied": (lambda m, x: torch.zeros_like(x).copy_(x), ROWS),
 }
 
 
@@ -270,6 +276,18 @@ def test_every_op_of_a_case_has_a_bound(name: str) -> None:
     assert not table.failed
     assert not table.uncovered, "no transfer function, or one that has not read the arguments after 'with'"
     assert not [site for site, limit in table.bounds.items() if not math.isfinite(limit.peak)]
+
+
+def test_every_transfer_function_has_a_case() -> None:
+    reached = {
+        overload_of(node.target)
+        for name in CASES
+        for node in traced_case(name, "half", "float16")[0].graph.nodes
+        if node.op == "call_function"
+    }
+    functions = {TRANSFERS[op].function for op in reached & TRANSFERS.keys()}
+    without = {str(op) for op, entry in TRANSFERS.items() if entry.function not in functions}
+    assert not without, "add a case to CASES"
 
 
 # ops that round between their parts, and whose transfer functions bound the parts
