@@ -203,7 +203,7 @@ def _float_outputs(
     }
     if not floats:
         raise InputError(
-            f"no output of {title} has a gradient: all are integers, booleans, zeros or empty",
+            f"no output of {title} has a gradient: all are complex, integers, booleans, zeros or empty",
             hint="return floats such as logits, or give tune a metric: --metric-drop",
         )
     if len(floats) > SEPARATE:
