@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Function, tuple[int, ...]]] = {
     "shuffled": (lambda m, x: F.pixel_shuffle(torch.cat([x, x, x, x], 1), 2), IMAGE),
     "in place": (lambda m, x: in_place(m, x), ROWS),
     "in place, read later": (lambda m, x: in_place_and_read(x), ROWS),
-    "extremes": (lambda m, x: (x.max(-1).values, x.min(-1).values, x.argmax(-1) * 1.5), ROWS),
+    "extremes of rows": (lambda m, x: (x.max(-1).values, x.min(-1).values, x.argmax(-1) * 1.5), ROWS),
     "sorted": (lambda m, x: (x.sort(-1).values, x.topk(3).values), ROWS),
     "moments": (lambda m, x: (torch.var_mean(x, -1), torch.std_mean(x, -1)), ROWS),
     "uneven pieces": (lambda m, x: torch.tensor_split(x, [3], -1), ROWS),
