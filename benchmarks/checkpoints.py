@@ -26,8 +26,7 @@ from typing import Any
 import psutil
 import torch
 
-from ampaudit.checkpoint.header import TensorEntry
-from ampaudit.checkpoint.write import write_safetensors
+from ampaudit.checkpoint.safetensors import TensorEntry, write_safetensors
 from benchmarks.options import parser
 
 WIDTH = 5000  # a weight of 100 MB

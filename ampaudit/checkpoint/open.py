@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from ampaudit.checkpoint.header import SINGLE, TensorEntry
-from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
+from ampaudit.checkpoint import SINGLE
+from ampaudit.checkpoint.pickled import read_state_dict
+from ampaudit.checkpoint.safetensors import InMemory, MappedWeights, Part, SafetensorsFile, TensorEntry
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe, describe_path, read_table, validate
 
-__all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_error", "weights_in"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "PICKLED",
+    "Checkpoint",
+    "RescaledPart",
+    "WatchedPart",
+    "count_megabytes",
+    "map_checkpoint",
+    "open_checkpoint",
+    "weights_error",
+]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _HINT = "download it again"
@@ -28,6 +41,54 @@ class _Index(BaseModel):
 
 
 _INDEX = TypeAdapter(_Index)
+
+
+class WatchedPart:
+    """A part that tells how many bytes are read from it."""
+
+    def __init__(self, part: Part, on_read: Callable[[int], None]) -> None:
+        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
+        self._part, self._on_read = part, on_read
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the pieces of the part."""
+        for piece in self._part.pieces(name):
+            yield piece
+            self._on_read(piece.nbytes)
+
+
+class RescaledPart:
+    """A part with some tensors multiplied by powers of two, whose exponents are given by their names."""
+
+    def __init__(self, part: Part, powers: Mapping[str, int]) -> None:
+        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
+        self._part, self._powers = part, powers
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the pieces of the part.
+
+        Raises:
+            WeightsError: A product is not exact.
+        """
+        power = self._powers.get(name, 0)
+        for piece in self._part.pieces(name):
+            scaled = piece * 2.0**power if power else piece
+            if power and not torch.equal(scaled * 2.0**-power, piece):
+                what = f"{describe(self.label)}: {describe(name)!r} times 2^{power} is not exact"
+                raise WeightsError(what, hint="leave out --rescale")
+            yield scaled
+
+
+def count_megabytes(phase: str, total: int, on_progress: Progress) -> Callable[[int], None]:
+    """Return a function that adds up bytes and reports them in megabytes."""
+    done = 0
+
+    def on_read(size: int) -> None:
+        nonlocal done
+        done = min(done + size, total)  # a tensor may be read again
+        on_progress(phase, done // 10**6, total // 10**6)
+
+    return on_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +114,36 @@ def open_checkpoint(path: Path) -> Checkpoint:
         WeightsError: The checkpoint is missing, corrupt, hostile, or of an unsupported kind.
     """
     if path.is_dir():
-        return open_checkpoint(weights_in(path))
-    if path.name.endswith(INDEX_SUFFIX):
-        return _sharded(path)
+        path = _weights_in(path)
+    if path.suffix in PICKLED:
+        return Checkpoint(path, (InMemory(path.name, read_state_dict(path), {}),), None, {})
     if path.suffix == ".safetensors":
         return Checkpoint(path, (SafetensorsFile(path),), None, {})
-    if path.suffix in PICKLED:
-        from ampaudit.checkpoint.pickled import read_state_dict
-
-        return Checkpoint(path, (InMemory(path.name, read_state_dict(path), {}),), None, {})
+    if path.name.endswith(INDEX_SUFFIX):
+        return _sharded(path)
     raise WeightsError(
         f"{describe_path(path)}: not a checkpoint format that ampaudit reads",
         hint=f"give a .safetensors file, its {INDEX_SUFFIX}, or a state_dict ({', '.join(PICKLED)})",
     )
 
 
-def weights_in(directory: Path) -> Path:
-    """Find the weights of a model directory: ``model.safetensors`` or its index.
+def map_checkpoint(path: Path) -> MappedWeights:
+    """Map every tensor of a checkpoint without reading it.
 
     Raises:
-        WeightsError: There is neither.
+        WeightsError: A tensor has a type that torch lacks, or see ``open_checkpoint``.
     """
+    weights = MappedWeights({})
+    for part in open_checkpoint(path).parts:
+        if isinstance(part, InMemory):
+            weights.tensors.update(part.tensors)
+        elif isinstance(part, SafetensorsFile):
+            part.map_into(weights)
+    return weights
+
+
+def _weights_in(directory: Path) -> Path:
+    """Find the weights of a model directory: ``model.safetensors`` or its index."""
     for name in (SINGLE, f"model{INDEX_SUFFIX}"):
         if (directory / name).is_file():
             return directory / name

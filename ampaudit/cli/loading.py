@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.checkpoint import MANIFEST
 from ampaudit.core.imports import TRACER, import_ahead
 from ampaudit.core.source_config import (
     CONFIG_FILE,

@@ -16,7 +16,7 @@ from ampaudit.audit.config import (
     PolicyConfig,
     rules_of,
 )
-from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.checkpoint import MANIFEST
 from ampaudit.core.config import NOT_NAN, Config, FilePath, Option, Texts, python_only
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory

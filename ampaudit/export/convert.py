@@ -18,11 +18,9 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
-from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import Checkpoint
-from ampaudit.checkpoint.parts import InMemory, Part, RescaledPart
-from ampaudit.checkpoint.write import write_part
+from ampaudit.checkpoint import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
+from ampaudit.checkpoint.open import Checkpoint, RescaledPart, map_checkpoint
+from ampaudit.checkpoint.safetensors import InMemory, MappedWeights, Part, write_part
 from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-from ampaudit.checkpoint.parts import type_name
+from ampaudit.checkpoint.safetensors import type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import Mode
 from ampaudit.trace.converted import ConvertedModel, identity

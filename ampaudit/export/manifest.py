@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from ampaudit.checkpoint.header import BESIDE_WEIGHTS, MANIFEST
+from ampaudit.checkpoint import BESIDE_WEIGHTS, MANIFEST
 from ampaudit.core import __version__
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.untrusted import (

@@ -6,10 +6,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.checkpoint.header import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MASTER, TORCH_NAMES, TensorEntry
-from ampaudit.checkpoint.open import INDEX_SUFFIX
-from ampaudit.checkpoint.parts import SafetensorsFile, WatchedPart, count_megabytes
-from ampaudit.checkpoint.write import write_safetensors
+from ampaudit.checkpoint import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MASTER, TORCH_NAMES
+from ampaudit.checkpoint.open import INDEX_SUFFIX, WatchedPart, count_megabytes
+from ampaudit.checkpoint.safetensors import SafetensorsFile, TensorEntry, write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.session import Progress, silent

@@ -14,9 +14,9 @@ import torch
 from pydantic import TypeAdapter
 from torch.utils import _pytree as pytree
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
-from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.parts import SafetensorsFile, clipped, dtype_of
+from ampaudit.checkpoint import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
+from ampaudit.checkpoint.open import map_checkpoint
+from ampaudit.checkpoint.safetensors import SafetensorsFile, clipped, dtype_of
 from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, MASTER, SINGLE, Shape, TensorEntry, TypeName
-from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
-from ampaudit.checkpoint.parts import Part, WatchedPart, clipped, count_megabytes, dtype_of
-from ampaudit.checkpoint.write import Written, write_part, write_safetensors
+from ampaudit.checkpoint import FLOAT_TYPES, MASTER, SINGLE
+from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint, WatchedPart, count_megabytes
+from ampaudit.checkpoint.safetensors import (
+    Part,
+    Shape,
+    TensorEntry,
+    TypeName,
+    Written,
+    clipped,
+    dtype_of,
+    write_part,
+    write_safetensors,
+)
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import Progress, silent
 from ampaudit.policy.schema import Constants

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, MANIFEST, TensorEntry
+from ampaudit.checkpoint import FLOAT_TYPES, MANIFEST
 from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
-from ampaudit.checkpoint.parts import type_name
+from ampaudit.checkpoint.safetensors import TensorEntry, type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import NumberFormat, low_precision_format

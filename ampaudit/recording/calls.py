@@ -26,14 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.header import (
-    CALL_FILES,
-    RECORDING,
-    TORCH_NAMES,
-    TensorEntry,
-    call_file,
-    header_bytes,
-)
+from ampaudit.checkpoint import CALL_FILES, RECORDING, TORCH_NAMES, call_file
+from ampaudit.checkpoint.safetensors import TensorEntry, header_bytes
 from ampaudit.core import __version__
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError, first_line

@@ -95,7 +95,7 @@ def read_document(path: Path) -> Document:
         InputError: The file cannot be read; see also ``parse_document``.
     """
     if path.is_dir():
-        from ampaudit.checkpoint.header import MANIFEST, REPORT
+        from ampaudit.checkpoint import MANIFEST, REPORT
 
         path = path / REPORT if (path / MANIFEST).is_file() else path
     return parse_document(_text(path, describe_path(path), _HOW), describe_path(path))

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typing_extensions import TypedDict
 
-from ampaudit.checkpoint.header import FLOAT_TYPES
+from ampaudit.checkpoint import FLOAT_TYPES
 from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory

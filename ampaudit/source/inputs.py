@@ -22,9 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.checkpoint.header import CALL_FILES, RECORDING, Shape, call_file
-from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.parts import misfit
+from ampaudit.checkpoint import CALL_FILES, RECORDING, call_file
+from ampaudit.checkpoint.open import map_checkpoint
+from ampaudit.checkpoint.pickled import misfit
+from ampaudit.checkpoint.safetensors import Shape
 from ampaudit.core.errors import InputError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_bytes, plural

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.checkpoint.open import map_checkpoint
 from ampaudit.core.errors import AuditError, InputError, UsageError, first_line
 from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ampaudit.checkpoint.header import MANIFEST, ONNX, PROGRAM
+from ampaudit.checkpoint import MANIFEST, ONNX, PROGRAM
 from ampaudit.checkpoint.open import PICKLED, open_checkpoint
-from ampaudit.checkpoint.plain_pickle import CodeNeeded
+from ampaudit.checkpoint.pickled import CodeNeeded
 from ampaudit.core.errors import InputError, SourceError, UsageError, WeightsError
 from ampaudit.core.files import states_of
 from ampaudit.core.formats import LOW_PRECISION_NAMES

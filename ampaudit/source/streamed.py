@@ -14,11 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ampaudit.checkpoint.header import TensorEntry
-from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_error, weights_in
-from ampaudit.checkpoint.parts import PIECE, Part
-from ampaudit.checkpoint.write import write_safetensors
+from ampaudit.checkpoint.open import Checkpoint, map_checkpoint, open_checkpoint, weights_error
+from ampaudit.checkpoint.safetensors import PIECE, Part, TensorEntry, write_safetensors
 from ampaudit.core.errors import OutputError, WeightsError
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
@@ -273,7 +270,7 @@ def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     """
     if other is not None:
         return open_checkpoint(other)
-    checkpoint = open_checkpoint(weights_in(directory))
+    checkpoint = open_checkpoint(directory)
     quantization, entries = read_quantization(directory), checkpoint.entries
     codes = [name for name, entry in entries.items() if entry.dtype in _FLOAT8]
     weights = {weight.codes: weight for name in codes if (weight := _weight(name, entries)) is not None}

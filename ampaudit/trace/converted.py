@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.checkpoint.parts import clipped
+from ampaudit.checkpoint.safetensors import clipped
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op

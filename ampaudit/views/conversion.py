@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checkpoint.header import MASTER, PLAN, REFERENCE, REPORT, TORCH_NAMES
+from ampaudit.checkpoint import MASTER, PLAN, REFERENCE, REPORT, TORCH_NAMES
 from ampaudit.core.text import format_bytes, plural, short_op
 from ampaudit.findings.finding import GapKind
 from ampaudit.render.blocks import Section, facts, line

@@ -16,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ampaudit.checkpoint.header import TensorEntry, read_header
-from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.open import open_checkpoint
-from ampaudit.checkpoint.parts import PIECE, InMemory, SafetensorsFile, type_name
-from ampaudit.checkpoint.write import write_safetensors
+from ampaudit.checkpoint.open import map_checkpoint, open_checkpoint
+from ampaudit.checkpoint.safetensors import (
+    PIECE,
+    InMemory,
+    SafetensorsFile,
+    TensorEntry,
+    type_name,
+    write_safetensors,
+)
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_MESSAGE
 
@@ -150,7 +154,7 @@ def test_a_header_of_a_gigabyte_that_is_there_is_not_read(tmp_path: Path) -> Non
         stream.write(struct.pack("<Q", 10**9))
         stream.truncate(10**9 + 100)  # a hole: no bytes on disk
     with pytest.raises(WeightsError, match="100,000,000 are allowed"):
-        read_header(path)
+        SafetensorsFile(path)
 
 
 def test_everything_the_library_refuses_is_refused(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_everything_the_library_refuses_is_refused(tmp_path: Path) -> None:
         except Exception:
             continue
         with pytest.raises(WeightsError):
-            read_header(tmp_path / "x.safetensors")
+            SafetensorsFile(tmp_path / "x.safetensors")
 
 
 def shards(path: Path, weight_map: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:

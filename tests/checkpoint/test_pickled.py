@@ -21,9 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.pickled import read_state_dict
-from ampaudit.checkpoint.write import write_part
+from ampaudit.checkpoint.safetensors import InMemory, write_part
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from tests.support.clock import soon

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ampaudit.audit.scan import scan
-from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.checkpoint import MANIFEST
 from ampaudit.core.errors import SourceError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert

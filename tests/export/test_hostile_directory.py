@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.checkpoint import MANIFEST
 from ampaudit.core.errors import AuditError, WeightsError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.export import verify as verify_module

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.parts import clipped
+from ampaudit.checkpoint.safetensors import clipped
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_file, load_policy
 from ampaudit.trace import TraceConfig, trace

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ampaudit.checkpoint.header import MANIFEST
+from ampaudit.checkpoint import MANIFEST
 from ampaudit.core.errors import WeightsError
 from ampaudit.export.manifest import digest_of, read_manifest, write_manifest
 from ampaudit.export.verify import verify

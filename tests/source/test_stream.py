@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ampaudit.audit.scan import scan
-from ampaudit.checkpoint.header import TensorEntry, header_bytes
+from ampaudit.checkpoint.safetensors import TensorEntry, header_bytes
 from ampaudit.core.errors import AuditError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert

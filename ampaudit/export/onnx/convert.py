@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, REPORT
+from ampaudit.checkpoint import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory
 from ampaudit.core.session import Progress, Session

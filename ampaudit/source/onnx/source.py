@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.checkpoint.open import map_checkpoint
 from ampaudit.core.errors import InputError, UsageError, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.source_config import SourceConfig

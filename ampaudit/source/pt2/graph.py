@@ -19,8 +19,8 @@ from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from ampaudit.checkpoint.archive import Archive
-from ampaudit.checkpoint.header import MAX_DIMENSIONS
-from ampaudit.checkpoint.parts import flat_tensor, misfit
+from ampaudit.checkpoint.pickled import flat_tensor, misfit
+from ampaudit.checkpoint.safetensors import MAX_DIMENSIONS
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_TABLE, describe, parse_json, validate
 from ampaudit.source.pt2.schema import (
