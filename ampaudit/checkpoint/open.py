@@ -116,7 +116,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         path = _weights_in(path)
     if path.suffix in PICKLED:
-        return Checkpoint(path, (InMemory(path.name, read_state_dict(path), {}),), None, {})
+        tensors = read_state_dict(path)
+        return Checkpoint(path, (InMemory(path.name, tensors, {}),), None, {})
     if path.suffix == ".safetensors":
         return Checkpoint(path, (SafetensorsFile(path),), None, {})
     if path.name.endswith(INDEX_SUFFIX):

@@ -1,12 +1,13 @@
 """Opens the source that a location names.
 
-Adding a source: write ``from_xyz(...) -> ModelSource`` in its own file, and a branch here.
+Adding a source: write ``from_xyz(...) -> ModelSource`` in its own file, and a branch in ``_build``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
+from ampaudit.source.inputs import with_inputs
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, PIPELINE, read_raw_config
 from ampaudit.source.processor import KINDS
+from ampaudit.source.python_file import from_python
+from ampaudit.source.streamed import load_weights, with_weights_on_disk, without_weights
 
 __all__ = ["open_source"]
 
@@ -65,28 +69,26 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     options.check()
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
-    _check_samples(location, options)
-    _check_descriptions(model, options)
+    _check_inputs(location, model, options)
     read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
     files = states_of(read)
     by_place = options.inputs is not None and options.inputs.suffix == ".safetensors"
     saved = options.inputs if by_place and model.suffix != ".onnx" else None
     opened = options if saved is None else options.changed(inputs=None, batches=1)
-    source = _streamed(location, opened) if options.stream else _open(location, opened)
+    with without_weights() if options.stream else nullcontext():
+        source = _build(location, opened)
+    if options.stream:
+        source = with_weights_on_disk(source, options)
     if saved is not None:
-        from ampaudit.source.inputs import with_inputs
-
         source = with_inputs(source, saved)
     source.model.train(options.train)
     if options.weights is not None and not options.stream:
-        from ampaudit.source.streamed import load_weights
-
         load_weights(source.model, options.weights)
     return replace(source, files=files)
 
 
-def _check_samples(location: str, options: SourceConfig) -> None:
-    """Reject missing samples, and samples for models without a processor."""
+def _check_inputs(location: str, model: Path, options: SourceConfig) -> None:
+    """Reject options for inputs that do not fit the model or each other, and missing samples."""
     for kind in KINDS:
         path = getattr(options, kind)
         if path is None:
@@ -99,10 +101,6 @@ def _check_samples(location: str, options: SourceConfig) -> None:
         if not (path.is_file() if kind == "text" else path.is_dir()):
             what = "file" if kind == "text" else "directory"
             raise InputError(f"--{kind} {describe_path(path)}: no such {what}", hint="check the path")
-
-
-def _check_descriptions(model: Path, options: SourceConfig) -> None:
-    """Reject --args and --input for models that are not Python, and --input beside --inputs."""
     for flag, value in (("--args", options.args), ("--input", options.input)):
         if value and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
             hint = "leave it out; --inputs FILE gives inputs of your own"
@@ -111,60 +109,39 @@ def _check_descriptions(model: Path, options: SourceConfig) -> None:
         raise UsageError("--input and --inputs both give inputs", hint="leave one out")
 
 
-def _streamed(location: str, options: SourceConfig) -> ModelSource:
-    """Load a source whose weights stay on disk."""
-    from ampaudit.source.streamed import notes_on, open_weights, with_mapped, without_weights
-
-    with without_weights():
-        source = _open(location, options)
-    if options.weights is not None and source.kind in ("python", "import", "huggingface"):
-        weights = open_checkpoint(options.weights)
-    elif source.kind == "huggingface":
-        weights = open_weights(Path(location))
-    else:
-        raise UsageError(
-            f"--stream: {location} has no weight files that could stay on disk",
-            hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
-        )
-    release = with_mapped(source.model, weights, renamed=options.weights is None)
-    return replace(source, release=release, notes=(*source.notes, *notes_on(weights)))
-
-
-def _open(location: str, options: SourceConfig) -> ModelSource:
+def _build(location: str, options: SourceConfig) -> ModelSource:
+    """Build the model with the reader of its location."""
     path = Path(location)
     converted = (path / PROGRAM, path / ONNX) if (path / MANIFEST).is_file() else ()
-    for file in filter(Path.is_file, converted):
-        source = _open_graph(file, options, location)
-        dtype = read_table(path / MANIFEST, SourceError).get("dtype")  # ``ampaudit verify`` checks integrity
-        low_precision = next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
-        return replace(source, kind="converted", dtype=low_precision)
-    refuse_other_kinds(path)
-    if path.is_dir():
-        from ampaudit.source.huggingface import from_directory
+    file = next(filter(Path.is_file, converted), path)
+    if file == path:
+        refuse_other_kinds(path)
+        if path.is_dir():
+            from ampaudit.source.huggingface import from_directory
 
-        return from_directory(path, options, location)
-    if path.suffix in (".pt2", ".onnx"):
-        return _open_graph(path, options, location)
-    head, colon, factory = location.rpartition(":")
-    from ampaudit.source.python_file import from_import_path, from_python_file
-
-    if path.suffix == ".py":
-        return from_python_file(path, None, options, location)
-    if colon and head.endswith(".py"):
-        return from_python_file(Path(head), factory, options, location)
-    if colon and head and factory.isidentifier():
-        return from_import_path(head, factory, options, location)
-    raise not_a_model(location)
-
-
-def _open_graph(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    if path.suffix == ".onnx":
+            return from_directory(path, options, location)
+    if file.suffix == ".onnx":
         from ampaudit.source.onnx.source import from_onnx
 
-        return from_onnx(path, options, location)
-    from ampaudit.source.exported import from_exported
+        source = from_onnx(file, options, location)
+    elif file.suffix == ".pt2":
+        from ampaudit.source.exported import from_exported
 
-    return from_exported(path, options, location)
+        source = from_exported(file, options, location)
+    else:
+        head, _, factory = location.rpartition(":")
+        if path.suffix == ".py":
+            return from_python(path, None, options, location)
+        if head.endswith(".py"):
+            return from_python(Path(head), factory, options, location)
+        if head and factory.isidentifier():
+            return from_python(head, factory, options, location)
+        raise not_a_model(location)
+    if file == path:
+        return source
+    dtype = read_table(path / MANIFEST, SourceError).get("dtype")  # ``ampaudit verify`` checks integrity
+    low_precision = next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
+    return replace(source, kind="converted", dtype=low_precision)
 
 
 def refuse_other_kinds(path: Path) -> None:

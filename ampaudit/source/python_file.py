@@ -30,7 +30,7 @@ from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Siz
 from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
-__all__ = ["described_batches", "from_import_path", "from_python_file", "read_description", "runnable"]
+__all__ = ["described_batches", "from_python", "read_description", "runnable"]
 
 _FORWARD = "give the module a forward() that returns the loss"
 _HINT = "write SIZES, NAME=SIZES or NAME=SIZES:DTYPE@RANGE, such as 8x3x32x32 or ids=2x77:int64@49408"
@@ -40,26 +40,15 @@ _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".sp
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 
 
-def from_python_file(path: Path, factory: str | None, options: SourceConfig, location: str) -> ModelSource:
-    """Load the model of a Python file.
+def from_python(target: Path | str, factory: str | None, options: SourceConfig, location: str) -> ModelSource:
+    """Load the model of a Python file, or of a module by its dotted name.
 
     Raises:
-        SourceError: The file is missing, defines no model, or raises.
-        InputError: The file defines no inputs.
+        SourceError: The file or module is missing, defines no model, or raises.
+        InputError: It defines no inputs.
     """
     torch.manual_seed(options.seed)
-    return _source(module_from_file(path), factory, options, location, "python")
-
-
-def from_import_path(name: str, factory: str, options: SourceConfig, location: str) -> ModelSource:
-    """Load the model of ``package.module:factory``, with inputs from that module or --inputs."""
-    torch.manual_seed(options.seed)
-    return _source(import_module_named(name), factory, options, location, "import")
-
-
-def _source(
-    module: ModuleType, factory: str | None, options: SourceConfig, location: str, kind: str
-) -> ModelSource:
+    module = module_from_file(target) if isinstance(target, Path) else import_module_named(target)
     file = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
     model = runnable(_model(module, factory, options.args, location), location)
@@ -80,6 +69,7 @@ def _source(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
         )
+    kind = "python" if isinstance(target, Path) else "import"
     return ModelSource(location, kind, model, batches, digest, inputs=info, sized=sized, **functions)
 
 

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from ampaudit.checkpoint.open import Checkpoint, map_checkpoint, open_checkpoint, weights_error
 from ampaudit.checkpoint.safetensors import PIECE, Part, TensorEntry, write_safetensors
-from ampaudit.core.errors import OutputError, WeightsError
+from ampaudit.core.errors import OutputError, UsageError, WeightsError
 from ampaudit.core.files import temporary_directory
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
+from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import CONFIG_FILE, UNREAD_HINT, Quantization, read_quantization
 from ampaudit.source.stored_weights import dequantized_note, scaled
 from ampaudit.trace.internals import Replacement, patched
@@ -29,7 +31,7 @@ __all__ = [
     "notes_on",
     "open_weights",
     "tensors_of",
-    "with_mapped",
+    "with_weights_on_disk",
     "without_weights",
 ]
 
@@ -57,18 +59,26 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> Callable[[Tensor], None]:
-    """Give a model that was built under ``without_weights`` those of a checkpoint, which stay on disk.
-
-    With ``renamed``, names of a Hugging Face file are mapped to the model's. Returns a function that frees
-    the memory of a weight until its next use.
+def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSource:
+    """Give a source that was built under ``without_weights`` its weights, which stay on disk.
 
     Raises:
+        UsageError: The source has no weight files.
         WeightsError: A weight is missing, unexpected, of another shape, or joined from several tensors.
     """
+    if source.kind == "huggingface":
+        checkpoint = open_weights(Path(source.location), options.weights)
+    elif source.kind in ("python", "import") and options.weights is not None:
+        checkpoint = open_checkpoint(options.weights)
+    else:
+        raise UsageError(
+            f"--stream: {source.location} has no weight files that could stay on disk",
+            hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
+        )
     with _in_float32(checkpoint) as file:
         mapped = map_checkpoint(file)
-    names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
+    renamed = options.weights is None  # names of a Hugging Face file are mapped to the model's
+    names = model_names(source.model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
     tensors: dict[str, Tensor] = {}
     for name, target in names.items():
         if target in tensors:
@@ -77,9 +87,9 @@ def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> C
                 hint="leave out --stream for this model",
             )
         tensors[target] = mapped.tensors[name]
-    check_names(model, tensors, checkpoint.path, strict=not renamed)
-    _assign(model, tensors)
-    return mapped.drop
+    check_names(source.model, tensors, checkpoint.path, strict=not renamed)
+    _assign(source.model, tensors)
+    return replace(source, release=mapped.drop, notes=(*source.notes, *notes_on(checkpoint)))
 
 
 @contextlib.contextmanager
