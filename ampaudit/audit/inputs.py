@@ -21,11 +21,10 @@ from ampaudit.report.model import GIVEN
 from ampaudit.source.inputs import inputs_from, unknown_axis
 from ampaudit.source.interface import Batch, ModelSource, Sized
 from ampaudit.source.open import open_source
-from ampaudit.source.python_file import runnable
-from ampaudit.source.unwrapping import auditable
+from ampaudit.source.unwrapping import auditable, runnable
 from ampaudit.source.user_code import calling_user_code
-from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import preserved
+from ampaudit.trace.values import tensors_in
 
 __all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "beside", "check_trained"]
 
@@ -74,19 +73,22 @@ def as_source(
     if isinstance(model, nn.Module):
         model = auditable(model)
         source = ModelSource(type(model).__name__, "object", model, ())
-        model = source if items is not None else _with_inputs(source, options)
-    elif not isinstance(model, ModelSource | str | Path):
+        if items is None:
+            return _with_inputs(source, options)
+    elif isinstance(model, ModelSource):
+        source = model
+    elif isinstance(model, str | Path):
+        with preserved():
+            source = open_source(str(model), options)
+    else:
         called = isinstance(model, type) and issubclass(model, nn.Module)
         hint = f"pass an instance: {model.__name__}(...)" if called else "pass a module or a path"
         raise InputError(f"the model is of type {type(model).__name__}", hint=hint)
-    elif not isinstance(model, ModelSource):
-        with preserved():
-            model = open_source(str(model), options)
     if items is None:
-        return model
+        return source
     return replace(
-        model,
-        model=runnable(model.model, model.location),
+        source,
+        model=runnable(source.model, source.location),
         batches=tuple(map(_batch, islice(items, most))),
         inputs=GIVEN,
         sized=sized,
@@ -217,7 +219,7 @@ def _places(reference: ModelSource, audited: ModelSource, template: Batch) -> tu
 
 def _fill(template: Batch, batch: Batch, places: tuple[int, ...]) -> Batch:
     """Fill the audited model's batch structure with the reference's values, cast to its dtypes."""
-    values = tensor_leaves(batch.args, batch.kwargs)
+    values = tensors_in((batch.args, batch.kwargs))
     matches = (values[place] for place in places)
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: next(matches).to(leaf.dtype), (template.args, template.kwargs)
@@ -235,7 +237,7 @@ def _named_tensors(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]
     names += [f"input[{i}]" for i in range(len(names), len(batch.args))]
     positional = zip(names, batch.args, strict=False)
     for name, value in (*positional, *batch.kwargs.items()):
-        leaves = tensor_leaves((value,), {})
+        leaves = tensors_in(value)
         tensors |= {name if len(leaves) == 1 else f"{name}[{i}]": leaf for i, leaf in enumerate(leaves)}
     return tensors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import hashlib
 import inspect
 import math
@@ -20,19 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.core.errors import InputError, SourceError, UsageError, first_line
+from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_number
 from ampaudit.core.untrusted import describe
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
-from ampaudit.source.unwrapping import auditable
+from ampaudit.source.unwrapping import auditable, overrides_lightning, runnable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
-__all__ = ["described_batches", "from_python", "read_description", "runnable"]
+__all__ = ["described_batches", "from_python", "read_description"]
 
-_FORWARD = "give the module a forward() that returns the loss"
 _HINT = "write SIZES, NAME=SIZES or NAME=SIZES:DTYPE@RANGE, such as 8x3x32x32 or ids=2x77:int64@49408"
 _SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*", re.ASCII)
 _MOST_BYTES = 1 << 33
@@ -51,7 +49,8 @@ def from_python(target: Path | str, factory: str | None, options: SourceConfig, 
     module = module_from_file(target) if isinstance(target, Path) else import_module_named(target)
     file = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-    model = runnable(_model(module, factory, options.args, location), location)
+    model = _model(module, factory, options.args, location)
+    model = runnable(auditable(model), location)
     functions, info = functions_of(module), GIVEN
     sized: Sized | None = None
     if options.input:
@@ -62,25 +61,20 @@ def from_python(target: Path | str, factory: str | None, options: SourceConfig, 
     elif any(callable(getattr(module, name, None)) for name in ("batches", "example_inputs")):
         sized = partial(batches_of, module, options.batches or 1, options.seed)
         batches = sized(options.input_sizes or {})
-    elif batches := _own_batches(model, options, location):
-        info = InputsInfo("given", "batches of train_dataloader()")
     else:
-        raise SourceError(
-            f"{location} has no example_inputs()",
-            hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
-        )
+        batches, info = (), InputsInfo("given", "batches of train_dataloader()")
+        if overrides_lightning(model, "train_dataloader"):
+            torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
+            load: Any = model.train_dataloader
+            with calling_user_code(f"{location}: train_dataloader()"):
+                batches = tuple(Batch((batch,)) for batch in islice(load(), options.batches or 1))
+        if not batches:
+            raise SourceError(
+                f"{location} has no example_inputs()",
+                hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
+            )
     kind = "python" if isinstance(target, Path) else "import"
     return ModelSource(location, kind, model, batches, digest, inputs=info, sized=sized, **functions)
-
-
-def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:
-    """Return batches from a Lightning module's data loader, if it has one."""
-    torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
-    if not _overrides(model, "train_dataloader"):
-        return ()
-    load: Any = model.train_dataloader
-    with calling_user_code(f"{location}: train_dataloader()"):
-        return tuple(Batch((batch,)) for batch in islice(load(), options.batches or 1))
 
 
 def _model(module: ModuleType, factory: str | None, arguments: str, location: str) -> nn.Module:
@@ -94,7 +88,7 @@ def _model(module: ModuleType, factory: str | None, arguments: str, location: st
     if isinstance(target, nn.Module):
         if arguments:
             raise SourceError(f"{location}: {name} is a model already, and takes no --args")
-        return auditable(target)
+        return target
     if not callable(target):
         raise SourceError(f"{location}: {name} is not callable")
     _check_arguments(target, args, kwargs, f"{location}: {name}")
@@ -105,7 +99,7 @@ def _model(module: ModuleType, factory: str | None, arguments: str, location: st
             f"{location}: {name}({arguments}) returned {type(model).__name__}, not an nn.Module",
             hint="return the module; for a state_dict, build the module and pass the file with --weights",
         )
-    return auditable(model)
+    return model
 
 
 def _literals(text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -271,57 +265,3 @@ def _range(text: str, span: str, dtype: torch.dtype) -> tuple[float, float]:
 
 def _unreadable(text: str, why: str = "cannot be read") -> UsageError:
     return UsageError(f"--input {describe(text)}: {why}", hint=_HINT)
-
-
-def runnable(model: nn.Module, what: str) -> nn.Module:
-    """Return a module that can be called and traced.
-
-    A Lightning module without a forward is copied with shared parameters; the copy runs
-    ``training_step`` on a batch and returns the loss.
-
-    Raises:
-        SourceError: The module is a TorchScript program.
-    """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise SourceError(
-            f"{what} is a TorchScript program, whose ops have no Python code to audit",
-            hint="give the Python model that it was made from, or export that with torch.export.save",
-        )
-    if _overrides(model, "forward") or not _overrides(model, "training_step"):
-        return model
-    stepping, kind = copy.copy(model), type(model)
-    methods: dict[str, Any] = {"forward": _run_step, "__module__": kind.__module__}
-    methods |= dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)  # there is no trainer
-    stepping.__class__ = type(kind.__name__, (kind,), methods)
-    return stepping
-
-
-def _overrides(model: nn.Module, name: str) -> bool:
-    """Return whether a module overrides a method of LightningModule, which is not imported for it."""
-    base = next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
-    return base is not None and getattr(type(model), name) is not getattr(base, name)
-
-
-def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the training step on a batch and return its loss."""
-    batch = Batch(args, kwargs).whole
-    name = type(self).__name__
-    if not getattr(self, "automatic_optimization", True):
-        raise InputError(f"{name} optimizes manually: its training_step needs a Trainer", hint=_FORWARD)
-    arguments: tuple[Any, ...] = (batch, 0)
-    try:
-        inspect.signature(self.training_step).bind(*arguments)
-    except TypeError:
-        arguments = arguments[:1]  # it takes no index
-    try:
-        result = self.training_step(*arguments)
-    except RuntimeError as error:
-        if "not attached to a" not in str(error):
-            raise
-        raise InputError(
-            f"training_step of {name} needs a Trainer: {first_line(error)}", hint=_FORWARD
-        ) from error
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(f"training_step of {name} returns no loss", hint=f"return the loss, or {_FORWARD}")
-    return loss

@@ -1,20 +1,23 @@
-"""Unwraps compiled, data-parallel and TorchScript modules to the Python modules inside."""
+"""Turns a user's model into a Python module that can be called: without wrappers, with a forward."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ampaudit.core.errors import SourceError
+from ampaudit.core.errors import InputError, SourceError, first_line
 from ampaudit.core.untrusted import describe
-from ampaudit.trace.fake_model import named_tensors
+from ampaudit.source.interface import Batch
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = ["auditable", "fsdp_kind", "unwrapped"]
+__all__ = ["auditable", "fsdp_kind", "overrides_lightning", "runnable", "unwrapped"]
 
+_FORWARD = "give the module a forward() that returns the loss"
 _FSDP = {  # by the names of classes, since torch.distributed.fsdp takes a second to import
     "FullyShardedDataParallel": "FullyShardedDataParallel",
     "FSDPModule": "fully_shard",
@@ -32,7 +35,7 @@ def auditable(model: nn.Module) -> nn.Module:
         if kind is not None:
             what = f"layer {describe(path)}" if path else f"the model ({type(module).__name__})"
             raise _sharded_error(what, kind)
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise _sharded_error(describe(name), "DTensor, as parallelize_module makes it")
     return unwrapped(model)
@@ -43,7 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     model = _innermost(model)
     if all(_innermost(module) is module for module in model.modules()):
         return model
-    replaced: dict[int, Any] = {id(tensor): tensor for tensor in named_tensors(model).values()}
+    replaced: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     replaced |= {id(m): _innermost(m) for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
     copied = structural_copy(model, replaced)
     pending = [copied]
@@ -110,3 +113,57 @@ def _sharded_error(what: str, how: str) -> SourceError:
         f"{what} is sharded over processes already ({how})",
         hint="give the plain module, as it is before fully_shard, FSDP or parallelize_module",
     )
+
+
+def runnable(model: nn.Module, what: str) -> nn.Module:
+    """Return a module that can be called and traced.
+
+    A Lightning module without a forward is copied with shared parameters; the copy runs
+    ``training_step`` on a batch and returns the loss.
+
+    Raises:
+        SourceError: The module is a TorchScript program.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SourceError(
+            f"{what} is a TorchScript program, whose ops have no Python code to audit",
+            hint="give the Python model that it was made from, or export that with torch.export.save",
+        )
+    if overrides_lightning(model, "forward") or not overrides_lightning(model, "training_step"):
+        return model
+    stepping, kind = copy.copy(model), type(model)
+    methods: dict[str, Any] = {"forward": _run_step, "__module__": kind.__module__}
+    methods |= dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)  # there is no trainer
+    stepping.__class__ = type(kind.__name__, (kind,), methods)
+    return stepping
+
+
+def overrides_lightning(model: nn.Module, name: str) -> bool:
+    """Return whether a module overrides a method of LightningModule, which is not imported for it."""
+    base = next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
+    return base is not None and getattr(type(model), name) is not getattr(base, name)
+
+
+def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the training step on a batch and return its loss."""
+    batch = Batch(args, kwargs).whole
+    name = type(self).__name__
+    if not getattr(self, "automatic_optimization", True):
+        raise InputError(f"{name} optimizes manually: its training_step needs a Trainer", hint=_FORWARD)
+    arguments: tuple[Any, ...] = (batch, 0)
+    try:
+        inspect.signature(self.training_step).bind(*arguments)
+    except TypeError:
+        arguments = arguments[:1]  # it takes no index
+    try:
+        result = self.training_step(*arguments)
+    except RuntimeError as error:
+        if "not attached to a" not in str(error):
+            raise
+        raise InputError(
+            f"training_step of {name} needs a Trainer: {first_line(error)}", hint=_FORWARD
+        ) from error
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"training_step of {name} returns no loss", hint=f"return the loss, or {_FORWARD}")
+    return loss
