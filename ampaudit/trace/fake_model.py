@@ -22,7 +22,6 @@ from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
 __all__ = [
-    "FakeModel",
     "constant_masters",
     "fake_like",
     "is_cast",
@@ -34,7 +33,6 @@ __all__ = [
     "storage_of",
     "stored_dtypes",
     "without_cache",
-    "without_data",
 ]
 
 Conversion = Callable[[nn.Module], object]
