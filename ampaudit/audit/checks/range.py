@@ -34,14 +34,17 @@ def find_headroom(context: CheckContext) -> Iterator[Finding]:
         exempt = site.id in context.broken_sites or site.id in context.by_design
         if exempt or not stats.elements or not context.low_precision(site):
             continue
+        if "saturate" in context.contract.words and stats.ref_peak >= form.overflow_at:
+            continue  # AMP116 is about it
         bits = form.headroom_bits(stats.finite_peak)
-        # less than none means that this hardware saturates, which is AMP116
-        if 0 <= bits < context.config.min_headroom and stats.bad == 0:
+        if bits < context.config.min_headroom and stats.bad == 0:
             cause = (
                 f"a peak of {format_number(stats.finite_peak)} leaves "
                 f"{bits:.2f} bits of headroom below {format_number(form.max)}"
             )
-            advice = f"values {2**bits:.3g} times as large overflow here; check more data with --batches"
+            advice = (
+                f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
+            )
             yield finding_at(context, site, "AMP102", cause, advice)
 
 
