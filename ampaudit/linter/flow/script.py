@@ -15,7 +15,7 @@ import re2
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.syntax import (
-    children,
+    append_children,
     condition_of,
     dotted_name,
     keyword_value,
@@ -23,6 +23,7 @@ from ampaudit.linter.flow.syntax import (
     nested_blocks,
     parameter_defaults,
     simple_name,
+    walk,
     words_of,
 )
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
@@ -30,16 +31,16 @@ from ampaudit.linter.source_text import split_lines
 
 __all__ = ["Script", "ScriptTooLong", "is_worth_reading", "matching_lines", "parse", "read_script"]
 
-# lines that matter for the precision of a training loop
+# lines that matter for the precision of a training loop, each from where it first does
 MATTERS: Final = re2.compile(
-    r"autocast|[Ss]caler|\bscale|unscale_|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
+    r"(?:autocast|[Ss]caler|\bscale|unscale_|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|precision|torch\.save|log_softmax|logsumexp|parameters\(|\.mul_\(|lerp_|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
-    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
+    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b).*"
 )
 # and those that matter for a loop in another file
 MATTERS_TO_IMPORTERS: Final = re2.compile(
-    r"autocast|[Ss]caler|\.scale\(|unscale_|backward|\bhalf\(|float16|\.step\(|zero_grad|\.grad\b|clip_grad|\bamp\b|no_sync"
-    r"|DataParallel|state_dict|optim|parameters\(|\.mul_\(|lerp_"
+    r"(?:autocast|[Ss]caler|\.scale\(|unscale_|backward|\bhalf\(|float16|\.step\(|zero_grad|\.grad\b|clip_grad|\bamp\b|no_sync"
+    r"|DataParallel|state_dict|optim|parameters\(|\.mul_\(|lerp_).*"
 )
 # files that rules may have something to report in
 _MENTIONS = re2.compile(
@@ -147,7 +148,7 @@ class Script:
         if root not in self._inside:
             self._inside[root] = nodes = [root]
             for node in nodes:
-                nodes += children(node)
+                append_children(nodes, node)
         return self._inside[root]
 
     @cached_property
@@ -164,7 +165,7 @@ class Script:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node directly around each node."""
-        return {child: node for node in self.nodes() for child in children(node)}
+        return {child: node for node in self.nodes() for child in append_children([], node)}
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, innermost first."""
@@ -192,11 +193,11 @@ class Script:
         pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]]
         pending = [(statement, None, None) for statement in self.tree.body]
         for node, condition, function in pending:
-            inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
             tested = condition_of(node.test) if isinstance(node, ast.If) else None
             for block in nested_blocks(node):
                 is_body = block is getattr(node, "body", None)
                 holds = None if tested is None else (tested[0], tested[1] == is_body)
+                inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
                 pending += [(inner, holds, inside) for inner in block]
             if isinstance(node, ast.Assign):
                 names = filter(None, map(dotted_name, node.targets))
@@ -214,14 +215,23 @@ class Script:
     @cached_property
     def root_module(self) -> ClassInfo | None:
         """The class of a model that nothing in the script makes; ``None`` if there is none, or several."""
-        called = {dotted_name(call.func) for call in self.of_type(ast.Call)}
-        bases = {base for info in self.classes.values() for base in info.bases}
-        roots = [
-            info
-            for name, info in self.classes.items()
-            if info.derives("Module") and name not in called | bases and not _IS_LOSS.search(name)
-        ]
+        classes = self.classes.values()
+        models = [c for c in classes if c.derives("Module") and not _IS_LOSS.search(c.node.name)]
+        used = {base for info in classes for base in info.bases}
+        used.update(dotted_name(call.func) for call in self.of_type(ast.Call) if models)
+        roots = [info for info in models if info.node.name not in used]
         return roots[0] if len(roots) == 1 else None
+
+    @cached_property
+    def dtype_choices(self) -> dict[str, ast.expr]:
+        """The names that are assigned either 16-bit dtype of torch, with what chooses it."""
+        return {
+            item.name: item.value
+            for assignments in self.assigned.values()
+            for item in assignments
+            if isinstance(item.value, ast.IfExp | ast.Subscript)
+            and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in walk(item.value)}
+        }
 
     @cached_property
     def changing(self) -> frozenset[str]:
@@ -303,22 +313,16 @@ def parse(text: str) -> ast.Module:
         ScriptTooLong: The text has too many tokens.
         SyntaxError, RecursionError, MemoryError: The text cannot be parsed.
     """
-    import gc
     import warnings
 
     if len(text) > _MAX_TOKENS and _TOKEN.subn("", text)[1] > _MAX_TOKENS:
         raise ScriptTooLong(f"more than {_MAX_TOKENS:,} tokens: data rather than a script")
-    collects = gc.isenabled()
-    gc.disable()  # a tree has no garbage, but so many objects that looking for it takes a quarter of the time
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escapes
             return ast.parse(text)
     except ValueError as error:  # a null byte in older versions of Python, half of a surrogate pair
         raise SyntaxError(str(error)) from error
-    finally:
-        if collects:
-            gc.enable()
 
 
 def read_script(text: str, number: int = 0) -> Script:
@@ -366,16 +370,16 @@ def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
         node = pending.pop()
         if isinstance(node, ast.Call):
             _record_call(script.usage, node)
-        elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
             _collect(script, [node], None)
-        pending += children(node)
+        append_children(pending, node)
 
 
 def _record_call(usage: NameUsage, node: ast.Call) -> None:
     if text := dotted_name(node.func):
         usage.methods.setdefault(text, set()).add("(call)")
     if text and isinstance(node.func, ast.Attribute):
-        text = dotted_name(node.func.value)
+        text = text.rpartition(".")[0]
         if node.func.attr != "scale" or node.args or node.keywords:  # that of a scaler is given a loss
             usage.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (argument := dotted_name(node.args[0])):
@@ -427,16 +431,15 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def matching_lines(pattern: Any, text: str) -> list[int]:
-    """Return the numbers of the lines in which an RE2 pattern matches."""
+    """Return the numbers of the lines in which an RE2 pattern matches, at most once in each."""
     if "\r" in text:
         return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
     lines: list[int] = []
-    line, last = 1, 0
-    for match in pattern.finditer(text):
-        line += text.count("\n", last, match.start())
+    line, last, encoded = 1, 0, text.encode()  # RE2 matches bytes
+    for match in pattern.finditer(encoded):
+        line += encoded.count(b"\n", last, match.start())
         last = match.start()
-        if not lines or lines[-1] != line:
-            lines.append(line)
+        lines.append(line)
     return lines
 
 

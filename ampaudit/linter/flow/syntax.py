@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 __all__ = [
+    "append_children",
     "calls",
-    "children",
     "condition_of",
     "covers_line",
     "dotted_name",
@@ -27,6 +27,7 @@ __all__ = [
     "sets_own_context",
     "simple_name",
     "tests_remainder",
+    "walk",
     "words_of",
 ]
 
@@ -58,16 +59,16 @@ def condition_of(test: ast.expr) -> tuple[str, bool] | None:
 
 def dotted_name(node: ast.AST) -> str:
     """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
-    parts: list[str] = []
+    attributes = ""
     while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
+        attributes = f".{node.attr}{attributes}"
         node = node.value
+    if isinstance(node, ast.Name):
+        return node.id + attributes
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         base = dotted_name(node.value)
-        head = f"{base}[{node.slice.value!r}]" if base else ""
-    else:
-        head = node.id if isinstance(node, ast.Name) else ""
-    return ".".join([head, *reversed(parts)]) if head else ""
+        return f"{base}[{node.slice.value!r}]{attributes}" if base else ""
+    return ""
 
 
 def last_component(name: str) -> str:
@@ -75,8 +76,8 @@ def last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def simple_name(node: ast.expr) -> str:
-    """Return a name, or the name of an attribute without its object; empty for other expressions."""
+def simple_name(node: ast.AST) -> str:
+    """Return a name, or the name of an attribute without its object; empty for other nodes."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -98,41 +99,35 @@ def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names and attributes in an expression but for methods, in lower case."""
-    methods = {
-        id(part.func)
-        for part in ast.walk(node)
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
-    }
+    nodes = list(walk(node))
+    methods = {part.func for part in nodes if isinstance(part, ast.Call)}
     return {
         simple_name(part).lower()
-        for part in ast.walk(node)
-        if isinstance(part, ast.Name | ast.Attribute) and id(part) not in methods
+        for part in nodes
+        if isinstance(part, ast.Name) or (isinstance(part, ast.Attribute) and part not in methods)
     }
 
 
-def words_of(nodes: Sequence[ast.AST]) -> str:
+def words_of(nodes: Iterable[ast.AST]) -> str:
     """Return the names, attributes and strings among nodes, in lower case and on a line each."""
-    words = {simple_name(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
-    words |= {
-        text for node in nodes if isinstance(node, ast.Constant) and isinstance(text := node.value, str)
-    }
-    return "\n".join(words).lower()
+    words = {node.value if isinstance(node, ast.Constant) else simple_name(node) for node in nodes}
+    return "\n".join(word for word in words if isinstance(word, str)).lower()
 
 
 def mentions(node: ast.AST, *texts: str) -> bool:
     """Return whether a name, an attribute or a string in a node contains one of some texts, in any case."""
-    words = words_of(list(ast.walk(node)))
+    words = words_of(walk(node))
     return any(text in words for text in texts)
 
 
 def calls(node: ast.AST, *names: str) -> bool:
     """Return whether a node contains a call of a function or method with one of some names."""
-    return any(isinstance(part, ast.Call) and simple_name(part.func) in names for part in ast.walk(node))
+    return any(isinstance(part, ast.Call) and simple_name(part.func) in names for part in walk(node))
 
 
 def tests_remainder(test: ast.AST) -> bool:
     """Return whether an expression has a remainder in it, as in ``(i + 1) % accumulate == 0``."""
-    return any(isinstance(node, ast.Mod) for node in ast.walk(test))
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in walk(test))
 
 
 def enters_autocast(node: ast.With) -> bool:
@@ -140,25 +135,39 @@ def enters_autocast(node: ast.With) -> bool:
     return any(mentions(item.context_expr, "autocast") for item in node.items)
 
 
-def children(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes directly inside a node, except contexts and operators such as ``ast.Load``."""
-    nodes: list[ast.AST] = []
-    if isinstance(node, ast.Name | ast.Constant):
-        return nodes  # half of all nodes
-    for name in node._fields:
-        part = None if name in _WITHOUT_NODES else getattr(node, name, None)
-        if isinstance(part, list):
-            nodes += [item for item in part if isinstance(item, ast.AST)]
-        elif isinstance(part, ast.AST):
+def append_children(nodes: list[ast.AST], node: ast.AST) -> list[ast.AST]:
+    """Append the nodes directly inside a node, except contexts and operators such as ``ast.Load``."""
+    for name in _FIELDS[type(node)]:
+        part = getattr(node, name, None)
+        if isinstance(part, ast.AST):
             nodes.append(part)
+        elif isinstance(part, list):
+            for item in part:
+                if isinstance(item, ast.AST):
+                    nodes.append(item)  # noqa: PERF401
     return nodes
 
 
-_WITHOUT_NODES: Final = frozenset("ctx op ops attr arg asname type_comment".split())
+_WITHOUT_NODES: Final = frozenset("ctx op ops id attr arg asname type_comment kind".split())
+_FIELDS: Final = {  # that hold nodes, by kind of node
+    kind: [name for name in kind._fields if name not in _WITHOUT_NODES and kind is not ast.Constant]
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those inside it, outer ones first, except contexts and operators."""
+    nodes = [node]
+    for node in nodes:
+        yield node
+        append_children(nodes, node)
 
 
 def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Return the blocks directly inside a statement."""
+    if isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
+        return []  # most statements
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
     return [block for block in blocks if isinstance(block, list) and block]
@@ -176,7 +185,7 @@ def sets_own_context(node: ast.AST) -> bool:
     """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
     if getattr(node, "name", "") == "forward":
         return False  # the loop that calls it is elsewhere
-    for inner in ast.walk(node):
+    for inner in walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
             return True
         if isinstance(inner, ast.With) and enters_autocast(inner):

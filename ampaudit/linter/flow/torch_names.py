@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 __all__ = [
@@ -170,6 +171,7 @@ HARMLESS_METHODS: Final = frozenset(
 )
 
 
+@lru_cache(maxsize=4096)
 def canonical_name(path: str) -> str:
     """Return the canonical name of an object that has several."""
     for old, new in _ALIASES:
