@@ -90,6 +90,7 @@ def lightning_trainers(interpreter: Interpreter) -> list[Certainty]:
 def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Interpret a call that may give a model to a trainer; adapters have parameters of their own."""
     trainer_arguments, model = arguments.get(1, "args"), arguments.get(0, "model")
-    is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
-    if is_trainer and isinstance(trainer_arguments, Managed) and isinstance(model, Model):
+    if not isinstance(trainer_arguments, Managed) or not isinstance(model, Model):
+        return
+    if dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords:
         interpreter.record(ManagedModel, node, trainer_arguments, model.key)

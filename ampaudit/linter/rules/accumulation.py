@@ -34,6 +34,7 @@ from ampaudit.linter.flow.syntax import (
     last_component,
     mentions,
     tests_remainder,
+    walk,
 )
 from ampaudit.linter.rules.rule import rule
 
@@ -51,6 +52,8 @@ def _accumulations(followed: EntryPointFollowed) -> list[tuple[list[Event], list
     events, accumulations = followed.events, []
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward)):
         inside = [e for e in events if (e.loop is None if loop is None else e.is_inside(loop))]
+        if not any(_is_on_count(loop, e) for e in of_type(inside, StepEvent)):
+            continue
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
         for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
             there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
@@ -181,9 +184,10 @@ def _rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mis
             zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
             calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
             is_gated = bool(zeroed) and all(_is_on_count(loop, e) for e in zeroed)
-            attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
-            by_hand = any(node.attr == "grad" and isinstance(node.ctx, ast.Store) for node in attributes)
-            if is_gated and len(calls) == len(event.guards_inside(loop)) and not by_hand:
+            if not is_gated or len(calls) != len(event.guards_inside(loop)):
+                continue
+            attributes = (node for node in walk(loop) if isinstance(node, ast.Attribute))
+            if not any(node.attr == "grad" and isinstance(node.ctx, ast.Store) for node in attributes):
                 yield Mistake(
                     calls[0] if calls else event.node,
                     "the optimizer steps for every batch, but the gradients are zeroed only for some: a step "
@@ -212,7 +216,7 @@ def _zeroed_on_one_branch(flow: Interpreter, branches: BranchesFollowed) -> Iter
 
 def _may_zero_itself(flow: Interpreter, step: StepEvent) -> bool:
     """Return whether an optimizer is of a class that is not known, and that may zero the gradients."""
-    assignments = flow.script.assigned.get(step.optimizer.removeprefix("name "), ())
+    assignments = flow.point.script.assigned.get(step.optimizer.removeprefix("name "), ())
     values = (item.value for item in assignments)
     classes = (last_component(dotted_name(v.func)) for v in values if isinstance(v, ast.Call))
     return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)

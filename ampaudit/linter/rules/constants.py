@@ -73,8 +73,9 @@ def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]
     """
     if "torch" not in script.text:
         return
-    numbers = script.of_type(ast.Constant, ast.BinOp, ast.Attribute)
-    lines = sorted({line_of(node) for node in numbers if _is_extreme(number_of(node))})
+    nodes = script.of_type(ast.Constant, ast.BinOp, ast.Attribute)
+    numbers = ((n, number) for n in nodes if (number := number_of(n)) is not None)
+    lines = sorted({node.lineno for node, number in numbers if _is_extreme(number)})
     if not lines:
         return
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
@@ -105,11 +106,9 @@ def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -
     return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
-def _is_extreme(value: float | None) -> bool:
+def _is_extreme(value: float) -> bool:
     """Return whether a number may be too large for float16, too small, or too close to 1."""
-    return value is not None and (
-        abs(value) > _FLOAT16_MAX or 0 < abs(value) < _SMALL or 1 - _SMALL < value < 1
-    )
+    return abs(value) > _FLOAT16_MAX or 0 < abs(value) < _SMALL or 1 - _SMALL < value < 1
 
 
 def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
@@ -159,22 +158,24 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
 
 def number_of(node: ast.AST) -> float | None:
     """Return the value of an expression of literal numbers, or of the limits of float32."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+        return _as_float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(node, ast.Attribute):
+        call = node.value
+        if node.attr not in ("min", "max") or not isinstance(call, ast.Call) or len(call.args) != 1:
+            return None
+        is_float32 = last_component(dotted_name(call.args[0])) in ("float", "float32")
+        limit = -_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX
+        return limit if is_float32 and dotted_name(call.func) in _FINFO else None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         operand = number_of(node.operand)
         return None if operand is None else -operand
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return None if isinstance(node.value, bool) else _as_float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = number_of(node.left), number_of(node.right)
         if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
             return None
         return _OPERATORS[type(node.op)](left, right)
-    if isinstance(node, ast.Attribute) and node.attr in ("min", "max"):
-        call = node.value
-        if not isinstance(call, ast.Call) or dotted_name(call.func) not in _FINFO or len(call.args) != 1:
-            return None
-        is_float32 = last_component(dotted_name(call.args[0])) in ("float", "float32")
-        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if is_float32 else None
     return None
 
 

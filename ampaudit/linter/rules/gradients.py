@@ -96,7 +96,7 @@ def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
     fix, statement = None, event.statement
-    step = following_step(flow.script, statement)
+    step = following_step(flow.point.script, statement)
     if place is node and step and isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign):
         fix = Fix.at(statement, "insert before", f"{step[0]}.unscale_({step[1]})")
     yield Mistake(
@@ -132,7 +132,7 @@ def _advice_of_framework(flow: Interpreter, *, clips: bool) -> str:
 def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     parameters = event.arguments.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
-    tests = [guard.node.test for guard in flow.guards if isinstance(guard.node, ast.If)]
+    tests = [guard.node.test for guard in flow.point.guards if isinstance(guard.node, ast.If)]
     has_alternative = any(mentions(test, "clip_grad_norm_") for test in tests)
     if not models or has_alternative or not event.function.startswith("torch."):
         return

@@ -122,7 +122,7 @@ def _model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[
         return
     for loss in of_type(followed.events, LossInside):
         for event in forwards:
-            info = flow.script.classes.get(event.model.origin)
+            info = flow.point.script.classes.get(event.model.origin)
             enters_autocast = info is not None and mentions(info.node, "autocast")
             if not enters_autocast and id(event.node) in loss.outputs:
                 yield Mistake(
@@ -198,9 +198,9 @@ def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> It
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
     name = dotted_name(dtype) if dtype is not None else ""
-    for scaler in _scalers(flow, followed.events):
+    for scaler in _scalers(flow, followed.events) if name else ():
         is_always_on = isinstance(scaler.node, ast.Call) and not scaler.node.keywords
-        if scaler.node is not None and is_always_on and name in _dtype_choices(flow):
+        if scaler.node is not None and is_always_on and name in flow.point.script.dtype_choices:
             yield Mistake(
                 scaler.node,
                 f"this scaler is on also where {name} is bfloat16, whose gradients need no loss scale",
@@ -222,7 +222,7 @@ def _autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) 
             for switch in switches
             if isinstance(switch, ast.Compare) and mentions(switch.left, "dtype")
         ]
-        choices = _dtype_choices(flow).items()
+        choices = flow.point.script.dtype_choices.items()
         reasons += [f"line {value.lineno} chooses one as {name}" for name, value in choices]
         if reasons:
             yield Mistake(
@@ -245,17 +245,6 @@ def _scalers(flow: Interpreter, events: list[Event]) -> list[Scaler]:
     return [flow.scalers[key] for key in keys if key in flow.scalers]
 
 
-def _dtype_choices(flow: Interpreter) -> dict[str, ast.expr]:
-    """Return the names that are assigned either 16-bit dtype of torch, with what chooses it."""
-    return {
-        item.name: item.value
-        for assignments in flow.script.assigned.values()
-        for item in assignments
-        if isinstance(item.value, ast.IfExp | ast.Subscript)
-        and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(item.value)}
-    }
-
-
 @rule("AMP847", ModelCall)
 def _another_device(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
     if not applies_to_device(flow, event.model):
@@ -276,7 +265,7 @@ def _no_device(flow: Interpreter, event: AutocastMade) -> Iterator[Mistake]:
     is_flag = isinstance(first, DeviceValue) or isinstance(text, bool)
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
     is_known = isinstance(node.func, ast.Attribute) or bool(
-        flow.script.imports & {"torch.amp.autocast", "torch.autocast"}
+        flow.point.script.imports & {"torch.amp.autocast", "torch.autocast"}
     )
     names_index = isinstance(text, str) and ":" in text  # a device, and not its type
     if (is_known and not has_more and (first is None or is_flag)) or names_index:

@@ -209,7 +209,7 @@ def _bypassed_scaler(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistak
         cause = "the step bypasses the scaler: nothing skips it if the gradients have overflowed"
     else:
         return
-    scaler = scaler_in_scope(flow.script, node)
+    scaler = scaler_in_scope(flow.point.script, node)
     function = node.func if isinstance(node, ast.Call) else None
     optimizer = ast.unparse(function.value) if isinstance(function, ast.Attribute) else "optimizer"
     fix = Fix.at(node, "step by scaler", scaler) if scaler else None
@@ -219,7 +219,7 @@ def _bypassed_scaler(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistak
 def _overflow_is_unchecked(flow: Interpreter) -> bool:
     """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     unscaled = of_type(flow.events.values(), ScalerUnscale)
-    inner = len(flow.guards) > min((len(e.guards) for e in unscaled), default=0)
+    inner = len(flow.point.guards) > min((len(e.guards) for e in unscaled), default=0)
     if not unscaled or inner or flow.linked.mentions(*_OVERFLOWS):
         return False
     calls = (call for script in flow.linked.scripts for call in script.of_type(ast.Call))

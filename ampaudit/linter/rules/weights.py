@@ -138,7 +138,7 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
     expression, models = event.arguments.expression(1, "lr"), event.optimizer.models
     rate = literal_of(event.arguments.get(1, "lr"))
     if rate is None and expression is not None:
-        rate = flow.script.defaults.get(dotted_name(expression).rpartition(".")[2])
+        rate = flow.point.script.defaults.get(dotted_name(expression).rpartition(".")[2])
     is_small = isinstance(rate, float) and rate <= _SMALL_LEARNING_RATE
     if event.optimizer.class_name not in ADAM_LIKE or not is_small:
         return
