@@ -40,7 +40,7 @@ from ampaudit.linter.flow.interpreter import (
 from ampaudit.linter.flow.managed import lightning_trainers
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
-from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
+from ampaudit.linter.flow.syntax import parameter_defaults, sets_own_context
 from ampaudit.linter.flow.values import (
     Autocast,
     ClassInfo,
@@ -98,7 +98,7 @@ def _imported(interpreter: Interpreter) -> State:
     """Return the state after the definitions at module level of the imported files."""
     with contextlib.suppress(StepLimitReached):
         for script in interpreter.linked.imported.values():
-            with interpreter.entered(ProgramPoint(script, -script.number, muted=True)):
+            with interpreter.entered(ProgramPoint(script, [], [], [], -script.number, muted=True)):
                 interpreter.execute([node for node in script.tree.body if isinstance(node, _DEFINING)])
     interpreter.events.clear()
     interpreter.called.clear()
@@ -150,7 +150,8 @@ def _run(
 ) -> list[Event]:
     interpreter.path_state, interpreter.guesses = start.fork(), False
     main = interpreter.linked.main
-    with contextlib.suppress(StepLimitReached), interpreter.entered(ProgramPoint(main, autocast=context)):
+    point = ProgramPoint(main, [], [], [], autocast=context)
+    with contextlib.suppress(StepLimitReached), interpreter.entered(point):
         if info is None:
             interpreter.execute(main.tree.body)
         else:
@@ -171,7 +172,7 @@ def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
     optional = [name for name, d in defaults if isinstance(d, ast.Constant) and d.value is None]
     if not optional or "(call)" not in script.usage.methods.get(name, ()):
         return {}
-    calls = [call for call in script.of_type(ast.Call) if dotted_name(call.func) == name]
+    calls = [c for c in script.of_type(ast.Call) if isinstance(c.func, ast.Name) and c.func.id == name]
     if len(calls) != sum(node.id == name for node in script.of_type(ast.Name)):
         return {}  # other code may call it as well
     most = max((len(call.args) for call in calls), default=0)

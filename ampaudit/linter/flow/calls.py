@@ -349,7 +349,7 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
     handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
     if reaches or trains:
-        interpreter.record(UnknownEffect, interpreter.statement or interpreter.script.tree)
+        interpreter.record(UnknownEffect, interpreter.statement or interpreter.point.script.tree)
         weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
         state.assume_any_step()
         state.gradients = weakened
@@ -420,7 +420,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
 
 def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
     """Record a loss that is computed under autocast from what a model has returned outside."""
-    autocast = interpreter.autocast
+    autocast = interpreter.point.autocast
     outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
     if outside and autocast.enabled is True and autocast.explicit:
         interpreter.record(LossInside, node, outside)
@@ -432,7 +432,7 @@ def call_loss_function(
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
     record_loss(interpreter, node, tensor_arguments)
-    interpreter.judge(interpreter.event(LossCalled, node, loss, arguments.first, interpreter.autocast))
+    interpreter.judge(interpreter.event(LossCalled, node, loss, arguments.first, interpreter.point.autocast))
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None
@@ -569,14 +569,14 @@ def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments
     whole = ast.Call(func=creation.args[0], args=[*creation.args[1:], *node.args], keywords=keywords)
     # one node for each pair, as events are told apart by their nodes
     whole = interpreter.completed_calls.setdefault((creation, node), ast.copy_location(whole, node))
-    interpreter.script.parents.setdefault(whole, node)
+    interpreter.point.script.parents.setdefault(whole, node)
     positional = [*partial.positional, *completion.positional]
     return Arguments(positional, {**dict(partial.keywords), **completion.keywords}, whole)
 
 
 def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:
     """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
-    is_16_bit = interpreter.autocast.enabled is True or any(
+    is_16_bit = interpreter.point.autocast.enabled is True or any(
         isinstance(value, Tensor) and value.cast for value in arguments.all()
     )
     return info.relevant or (is_16_bit and not file_number(info.node))

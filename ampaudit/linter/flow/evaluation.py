@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.flow.calls import evaluate_call
@@ -63,7 +62,7 @@ def _repeat(
     for is_first in (True, False):
         before = interpreter.state.copy()
         point = interpreter.point
-        with interpreter.entered(point if is_first else replace(point, is_first_iteration=False)):
+        with interpreter.entered(point if is_first else point._replace(is_first_iteration=False)):
             if isinstance(node, ast.For | ast.AsyncFor):
                 interpreter.assign_item(node.target, item)
             else:
@@ -82,7 +81,7 @@ def _execute_body(
     interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, point: ProgramPoint
 ) -> list[State]:
     """Execute the body of a loop once, and return the states in which it leaves the loop."""
-    inside = replace(point, breaks=[], continues=[])
+    inside = point._replace(breaks=[], continues=[])
     with interpreter.entered(inside):
         interpreter.execute(node.body)
     interpreter.path_state = join_all([interpreter.path_state, *inside.continues])
@@ -153,7 +152,7 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
 
 
 def _if(interpreter: Interpreter, node: ast.If) -> None:
-    is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
+    is_relevant = interpreter.point.script.is_relevant(node) or bool(interpreter.assumptions)
     truth = interpreter.assumed_truth(node.test) if is_relevant else None
     decided = _truth(interpreter, node.test)
     truth = truth if decided is None else decided
@@ -185,10 +184,10 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
                 interpreter.record(AutocastEntered, item.context_expr, value, node)
             if item.optional_vars is not None:
                 interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
-        inside = interpreter.point.inside("with", node)
         calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
         expects_error = any(last_component(dotted_name(call.func)).startswith(_RAISES) for call in calls)
-        interpreter.point = replace(inside, muted=inside.muted or expects_error)
+        muted = interpreter.point.muted or expects_error
+        interpreter.point = interpreter.point.inside("with", node, muted=muted)
         interpreter.execute(node.body)
 
 
@@ -208,7 +207,7 @@ def _try(interpreter: Interpreter, node: ast.Try) -> None:
     for handler in node.handlers:
         interpreter.path_state = join(before.copy(), after.copy() if after is not None else None)
         if handler.name:
-            interpreter.state.bind(interpreter.frame, handler.name, UNKNOWN)
+            interpreter.state.bind(interpreter.point.frame, handler.name, UNKNOWN)
         with interpreter.entered(interpreter.point.inside("if", handler)):
             interpreter.execute(handler.body)
         ends.append(interpreter.path_state)
@@ -246,13 +245,13 @@ def _raise(interpreter: Interpreter, node: ast.Raise) -> None:
 def _delete(interpreter: Interpreter, node: ast.Delete) -> None:
     for target in node.targets:
         if isinstance(target, ast.Name):
-            interpreter.state.bind(interpreter.frame, target.id, UNKNOWN)
+            interpreter.state.bind(interpreter.point.frame, target.id, UNKNOWN)
 
 
 def _import(interpreter: Interpreter, node: ast.Import) -> None:
     for alias in node.names:
         name, path = alias.asname or alias.name.split(".")[0], alias.name if alias.asname else ""
-        interpreter.state.bind(interpreter.frame, name, ImportedName(canonical_name(path or name)))
+        interpreter.state.bind(interpreter.point.frame, name, ImportedName(canonical_name(path or name)))
 
 
 def _import_from(interpreter: Interpreter, node: ast.ImportFrom) -> None:
@@ -262,27 +261,28 @@ def _import_from(interpreter: Interpreter, node: ast.ImportFrom) -> None:
             _import_all(interpreter, module)
         else:
             value = interpreter.member(module, alias.name)
-            interpreter.state.bind(interpreter.frame, alias.asname or alias.name, value)
+            interpreter.state.bind(interpreter.point.frame, alias.asname or alias.name, value)
 
 
 def _import_all(interpreter: Interpreter, module: str) -> None:
-    script = interpreter.linked.module(interpreter.script, module)
+    script = interpreter.linked.module(interpreter.point.script, module)
     if script is not None:
         names = {*script.functions, *script.classes, *interpreter.state.scopes.get(-script.number, ())}
         for name in sorted(name for name in names if not name.startswith("_")):
-            interpreter.state.bind(interpreter.frame, name, interpreter.member(module, name))
+            interpreter.state.bind(interpreter.point.frame, name, interpreter.member(module, name))
 
 
 def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    info = interpreter.script.functions.get(node.name)
+    info = interpreter.point.script.functions.get(node.name)
     if info is None or info.node is not node:
-        info = FunctionInfo(node, None, interpreter.script.is_relevant(node))
-    interpreter.state.bind(interpreter.frame, node.name, Function(info, interpreter.frame))
+        info = FunctionInfo(node, None, interpreter.point.script.is_relevant(node))
+    interpreter.state.bind(interpreter.point.frame, node.name, Function(info, interpreter.point.frame))
 
 
 def _class(interpreter: Interpreter, node: ast.ClassDef) -> None:
-    if node.name in interpreter.script.classes:
-        interpreter.state.bind(interpreter.frame, node.name, Class(interpreter.script.classes[node.name]))
+    info = interpreter.point.script.classes.get(node.name)
+    if info is not None:
+        interpreter.state.bind(interpreter.point.frame, node.name, Class(info))
 
 
 def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
@@ -309,7 +309,7 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Tensor):
         if node.attr in ("data", "T", "mT", "values"):
-            return replace(base, is_detached=True) if node.attr == "data" else base
+            return base._replace(is_detached=True) if node.attr == "data" else base
         if node.attr == "dtype" and base.dtype:
             return ImportedName(f"torch.{base.dtype}")
         is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
@@ -416,9 +416,9 @@ def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
         returned = ast.copy_location(ast.Return(value=node.body), node.body)
         function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
         ast.copy_location(function, node)
-        info = FunctionInfo(function, None, interpreter.script.is_relevant(node))
+        info = FunctionInfo(function, None, interpreter.point.script.is_relevant(node))
         interpreter.lambdas[node] = info
-    return Function(info, interpreter.frame)
+    return Function(info, interpreter.point.frame)
 
 
 def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
@@ -446,7 +446,7 @@ def _comprehension(
         else:
             item = interpreter.evaluate(node.elt)
             if isinstance(item, Tensor):
-                item = replace(item, model_calls=None)  # each has a graph of its own
+                item = item._replace(model_calls=None)  # each has a graph of its own
         return KnownItems((item,), repeated=True)
 
 
@@ -461,7 +461,7 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
         return item_of(base)
     if isinstance(base, Tensor):
-        return replace(base, upcast=None)
+        return base._replace(upcast=None)
     text = dotted_name(node)
     item = None
     if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.values import (
@@ -22,6 +21,7 @@ from ampaudit.linter.flow.values import (
     Scaler,
     Tensor,
     Value,
+    value_class,
 )
 
 __all__ = [
@@ -75,15 +75,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Guard:
+class Guard(NamedTuple):
     """A node that decides whether, or how often, a statement runs: ``loop``, ``if``, ``call``."""
 
     kind: str
     node: ast.AST
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Event:
     """Something that happens to a scaler, an optimizer, a model or gradients.
 
@@ -114,14 +113,14 @@ class Event:
         return self.guards
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(frozen=True, slots=True, eq=False)
 class EntryPointFollowed:
     """A function that no other calls, or the module, was followed to its end."""
 
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class BranchesFollowed:
     """An entry point was followed with a condition assumed to be true, and to be false."""
 
@@ -129,7 +128,7 @@ class BranchesFollowed:
     other: list[Event]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ClassFollowed:
     """All methods of a class were followed."""
 
@@ -137,7 +136,7 @@ class ClassFollowed:
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScriptFollowed:
     """All entry points of a script were followed, each with its events."""
 
@@ -157,7 +156,7 @@ def of_type(events: Iterable[Event], *types: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, types)]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Backward(Event):
     """A backward pass."""
 
@@ -165,17 +164,17 @@ class Backward(Event):
     autocast: Autocast
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class UnknownBackward(Event):
     """A backward pass of unknown code."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class UnknownEffect(Event):
     """A call of unknown code that may step, zero or replace gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Clip(Event):
     """Clipping of gradients, only likely if it is unknown code with such a name."""
 
@@ -184,28 +183,28 @@ class Clip(Event):
     certainty: Certainty = Certainty.KNOWN
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class GradientRead(Event):
     """A use of ``p.grad``; ``is_copy`` if the result is as easily unscaled."""
 
     is_copy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class GradientNorm(Event):
     """A norm or a power of the gradients of a loss, as in a gradient penalty."""
 
     gradients: LossGradients
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class WeightsAveraged(Event):
     """An average of weights is updated in place."""
 
     average: Parameters
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class StepEvent(Event):
     """A step; ``target`` is ``None`` if the optimizer is not known."""
 
@@ -218,12 +217,12 @@ class StepEvent(Event):
         return "" if self.target is None or self.target.one_of_several else self.target.key
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class OptimizerStep(StepEvent):
     """``optimizer.step()``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerStep(StepEvent):
     """``scaler.step(optimizer)``; ``has_closure`` if the step computes the loss again."""
 
@@ -236,7 +235,7 @@ class ScalerStep(StepEvent):
         return self.value.key
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerEvent(Event):
     """A call of a scaler, other than its step."""
 
@@ -248,53 +247,53 @@ class ScalerEvent(Event):
         return self.value.key
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerMade(ScalerEvent):
     """``GradScaler(...)``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerScale(ScalerEvent):
     """``scaler.scale(loss)``."""
 
     outputs: Value | None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerUnscale(ScalerEvent):
     """``scaler.unscale_(optimizer)``; ``target`` is ``None`` if the optimizer is not known."""
 
     target: Optimizer | None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerUpdate(ScalerEvent):
     """``scaler.update()``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerSaved(ScalerEvent):
     """``scaler.state_dict()``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerRestored(ScalerEvent):
     """``scaler.load_state_dict(state)``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScalerReplaced(Event):
     """A function, by name, replaces the scaler of an object."""
 
     function: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ScaleCompared(Event):
     """Two readings of the scale are tested for equality."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class OptimizerMade(Event):
     """The construction of an optimizer."""
 
@@ -302,19 +301,19 @@ class OptimizerMade(Event):
     arguments: Arguments
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class OptimizerRestored(Event):
     """``optimizer.load_state_dict(state)`` of a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ZeroGrad(Event):
     """``zero_grad()``; the key of the optimizer is empty if a model does it."""
 
     optimizer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ModelCall(Event):
     """A call of a model."""
 
@@ -328,38 +327,38 @@ class ModelCall(Event):
         return ast.unparse(self.node.func) if isinstance(self.node, ast.Call) else ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class PrecisionChosen(Event):
     """A choice that a condition may decide: a cast to float16, one of two functions, an apex model."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ApexInitialized(PrecisionChosen):
     """``apex.amp.initialize(models, ...)``."""
 
     models: Value | None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class HalfLayer(Event):
     """A layer is made with ``dtype=torch.float16``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class LossInside(Event):
     """A loss under autocast; ``outputs`` identify the calls outside of it that returned its inputs."""
 
     outputs: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class AutocastMade(Event):
     """``torch.autocast(...)``, which takes a device type."""
 
     arguments: Arguments
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class AutocastEntered(Event):
     """A ``with`` statement enters autocast."""
 
@@ -367,14 +366,14 @@ class AutocastEntered(Event):
     block: ast.AST
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class NumberRead(Event):
     """``loss.item()`` and the like."""
 
     value: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class OpEvaluated(Event):
     """A call of an op of torch, by its function's dotted name also where it is a method or an operator.
 
@@ -391,7 +390,7 @@ class OpEvaluated(Event):
         return self.path.rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class LossCalled(Event):
     """A call of a loss function of torch; ``outputs`` are those of the model, its first operand."""
 
@@ -400,54 +399,54 @@ class LossCalled(Event):
     autocast: Autocast
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class CheckpointSaved(Event):
     """``torch.save`` of a dict."""
 
     entries: DictLiteral
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedEvent(Event):
     """A call of an object that a framework manages."""
 
     managed: Managed
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedBackward(ManagedEvent):
     """A call of its backward pass."""
 
     loss: Value | None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class AdaptersPrepared(ManagedEvent):
     """A call of its ``prepare`` in a script that adds adapters."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedClip(ManagedEvent):
     """A call that clips the gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedModel(ManagedEvent):
     """A call that gives it a model, by key, to train."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedStep(ManagedEvent):
     """A step of its optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedZeroGrad(ManagedEvent):
     """A call that zeroes the gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ManagedUpdate(ManagedEvent):
     """An update of its scaler."""

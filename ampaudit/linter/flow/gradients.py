@@ -78,7 +78,7 @@ _HARMLESS_ON_GRADIENTS: Final = frozenset(
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor) -> Value:
     """Interpret ``loss.backward()``."""
     state = interpreter.state
-    interpreter.record(Backward, node, loss, interpreter.autocast)
+    interpreter.record(Backward, node, loss, interpreter.point.autocast)
     if loss.scaler_key == MAYBE:
         state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not state.is_unscaled:
@@ -97,7 +97,7 @@ def unknown_backward(interpreter: Interpreter) -> None:
     """Interpret a backward pass of unknown code, which may scale the loss."""
     interpreter.state.gradients = UNKNOWN_GRADIENTS
     interpreter.state.life = Life()
-    interpreter.record(UnknownBackward, interpreter.statement or interpreter.script.tree)
+    interpreter.record(UnknownBackward, interpreter.statement or interpreter.point.script.tree)
 
 
 def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
@@ -136,7 +136,7 @@ def zero_gradients(interpreter: Interpreter, node: ast.Call, optimizer: str = ""
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:
     """Return whether the script has at most one optimizer."""
-    scripts = (interpreter.script, interpreter.linked.main)
+    scripts = (interpreter.point.script, interpreter.linked.main)
     return all(len(script.usage.optimizer_names) <= 1 for script in scripts)
 
 
@@ -176,8 +176,8 @@ def _scaled(value: Value, scaler: Scaler) -> Value:
         return value
     if isinstance(value, KnownItems):
         return replace(value, items=tuple(_scaled(item, scaler) for item in value.items))
-    base = value if isinstance(value, Tensor) else replace(UNSCALED_TENSOR, model_calls=None)
-    return replace(base, scaler_key=scaler.key if base.scaler_key in (UNSCALED, scaler.key) else MAYBE)
+    base = value if isinstance(value, Tensor) else UNSCALED_TENSOR._replace(model_calls=None)
+    return base._replace(scaler_key=scaler.key if base.scaler_key in (UNSCALED, scaler.key) else MAYBE)
 
 
 def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: Arguments) -> None:
@@ -190,7 +190,7 @@ def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: A
     )
     if scaler.enabled is not False and has_closure:  # which runs backward
         state.assume_any_step()
-    interpreter.record(ScalerStep, node, optimizer, interpreter.autocast, scaler, has_closure)
+    interpreter.record(ScalerStep, node, optimizer, interpreter.point.autocast, scaler, has_closure)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is False:

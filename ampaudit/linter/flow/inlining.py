@@ -75,8 +75,9 @@ def inline_call(
     script, entry = linked.script_of(info.node), interpreter.state
     enclosing, number = -script.number if frame is None else frame, len(interpreter.frames) + 1
     interpreter.frames[number] = Frame(enclosing, outside.frame, _aliases(info, node, owner))
-    inside = replace(
-        outside.inside("call", node),
+    inside = outside.inside(
+        "call",
+        node,
         script=script,
         frame=number,
         stack=(*outside.stack, info),
@@ -114,7 +115,7 @@ def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST)
     """Interpret a function that other code will call later, without any effect on the current state."""
     state, interpreter.path_state = interpreter.path_state, interpreter.state.fork()
     autocast = NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST
-    with interpreter.entered(replace(interpreter.point, autocast=autocast, grad_modes=())):
+    with interpreter.entered(interpreter.point._replace(autocast=autocast, grad_modes=())):
         inline_call(interpreter, function.info, node, {}, None, function.frame)
     interpreter.path_state = state
 
@@ -129,7 +130,7 @@ def _bind_parameters(
     arguments = info.node.args
     names = [*arguments.posonlyargs, *arguments.args]
     if owner is not None and names:
-        interpreter.state.bind(interpreter.frame, names[0].arg, owner)
+        interpreter.state.bind(interpreter.point.frame, names[0].arg, owner)
         names = names[1:]
     defaults = parameter_defaults(arguments)
     parameters = {argument.arg: argument for argument in (*names, *arguments.kwonlyargs)}
@@ -149,7 +150,7 @@ def _bind_parameters(
             value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
         if not isinstance(passed, Model):
             interpreter.state.forget(argument.arg)
-        interpreter.state.bind(interpreter.frame, argument.arg, value)
+        interpreter.state.bind(interpreter.point.frame, argument.arg, value)
     others = (
         v for k, v in values.items() if k not in parameters and not (k.isdigit() and int(k) < len(names))
     )
@@ -157,7 +158,7 @@ def _bind_parameters(
     interpreter.escaped.update(v.key for v in others if isinstance(v, Scaler | Optimizer))
     for star in (arguments.vararg, arguments.kwarg):
         if star is not None:
-            interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
+            interpreter.state.bind(interpreter.point.frame, star.arg, UNKNOWN)
 
 
 def _literal_argument(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
@@ -203,9 +204,8 @@ def annotated_value(
             return Managed(framework, Certainty.LIKELY)
     if "DeepSpeedEngine" in names:
         return Managed()
-    info = next(
-        (interpreter.script.classes[n] for n in sorted(names) if n in interpreter.script.classes), None
-    )
+    classes = interpreter.point.script.classes
+    info = next((classes[n] for n in sorted(names) if n in classes), None)
     return (
         UNKNOWN if info is None or not info.fields or not is_alone else instance_of_class(interpreter, info)
     )

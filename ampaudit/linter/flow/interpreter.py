@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, Final, ParamSpec, TypeAlias
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, file_number, key_of, position_of
 from ampaudit.linter.flow.events import Event, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import State, item_of
-from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names
+from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names, walk
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    UNSCALED_TENSOR,
     Autocast,
     BoundMethod,
     Class,
@@ -86,12 +85,14 @@ EventKind: TypeAlias = Callable[Concatenate[ast.AST, tuple[Guard, ...], "ast.stm
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramPoint:
+class ProgramPoint(NamedTuple):
     """A point of a script with the calls, branches and blocks around it.
 
     Attributes:
         script: Script that the flow is in.
+        breaks: States in which the innermost loop is left.
+        continues: States in which its iteration is left.
+        returns: Values and states with which the function returns.
         frame: Scope of the function's names; zero for the module, negative for an imported one.
         guards: Calls, loops, branches and blocks, outermost first.
         autocast: Innermost autocast context.
@@ -100,12 +101,12 @@ class ProgramPoint:
         weights: 16-bit dtype of the model whose code is followed, else empty.
         is_first_iteration: Whether each loop around is in its first iteration.
         muted: Whether nothing is reported.
-        breaks: States in which the innermost loop is left.
-        continues: States in which its iteration is left.
-        returns: Values and states with which the function returns.
     """
 
     script: Script
+    breaks: list[State]
+    continues: list[State]
+    returns: list[tuple[Value, State]]
     frame: int = 0
     guards: tuple[Guard, ...] = ()
     autocast: Autocast = NO_AUTOCAST
@@ -114,13 +115,10 @@ class ProgramPoint:
     weights: str = ""
     is_first_iteration: bool = True
     muted: bool = False
-    breaks: list[State] = field(default_factory=list)
-    continues: list[State] = field(default_factory=list)
-    returns: list[tuple[Value, State]] = field(default_factory=list)
 
-    def inside(self, kind: str, node: ast.AST) -> ProgramPoint:
-        """Return the point inside a loop, a branch, a block or a call."""
-        return replace(self, guards=(*self.guards, Guard(kind, node)))
+    def inside(self, kind: str, node: ast.AST, **changes: Any) -> ProgramPoint:
+        """Return the point inside a loop, a branch, a block or a call, with other changes."""
+        return self._replace(guards=(*self.guards, Guard(kind, node)), **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class Interpreter:
         rules: Mapping[type, Sequence[LintRule]],
     ) -> None:
         self.linked, self.handlers, self.imported, self.rules = linked, handlers, imported, rules
-        self.point = ProgramPoint(linked.main)
+        self.point = ProgramPoint(linked.main, [], [], [])
         self.statement: ast.stmt | None = None
         self.path_state: State | None = State()
         self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
@@ -201,35 +199,15 @@ class Interpreter:
     def enter(self, context: Value) -> bool:
         """Enter a context manager, until the point is left; return whether it is a known one."""
         if isinstance(context, Autocast):
-            self.point = replace(self.point, autocast=context)
+            self.point = self.point._replace(autocast=context)
         elif isinstance(context, ContextManager):
-            self.point = replace(self.point, grad_modes=(*self.point.grad_modes, context.kind))
+            self.point = self.point._replace(grad_modes=(*self.point.grad_modes, context.kind))
         return isinstance(context, Autocast | ContextManager)
-
-    @property
-    def script(self) -> Script:
-        """The script that the flow is in."""
-        return self.point.script
-
-    @property
-    def frame(self) -> int:
-        """The scope of the names of the current function."""
-        return self.point.frame
-
-    @property
-    def guards(self) -> tuple[Guard, ...]:
-        """The calls, loops, branches and blocks around the current statement, outermost first."""
-        return self.point.guards
-
-    @property
-    def autocast(self) -> Autocast:
-        """The innermost autocast context."""
-        return self.point.autocast
 
     @property
     def calls(self) -> list[ast.Call]:
         """The calls that lead here, outermost first."""
-        nodes = (guard.node for guard in self.guards if guard.kind == "call")
+        nodes = (guard.node for guard in self.point.guards if guard.kind == "call")
         return [node for node in nodes if isinstance(node, ast.Call)]
 
     @property
@@ -239,12 +217,14 @@ class Interpreter:
 
     def event(self, kind: EventKind[P], node: ast.AST, *details: P.args, **named: P.kwargs) -> Event:
         """Return an event at a node, where the flow is."""
-        return kind(self._reported(node), self.guards, self.statement, *details, **named)
+        return kind(self._reported(node), self.point.guards, self.statement, *details, **named)
 
     def _reported(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
-        places = (node, *reversed(self.calls))
-        return next((place for place in places if self.linked.tree.is_linted(file_number(place))), node)
+        is_linted = self.linked.tree.is_linted
+        if is_linted(file_number(node)):
+            return node
+        return next((call for call in reversed(self.calls) if is_linted(file_number(call))), node)
 
     # diagnostics and events
 
@@ -299,8 +279,8 @@ class Interpreter:
         text = self._as_named_by_caller(flag[0])
         if not text:  # computed by the caller, and no setting
             return None
-        text, positive = self.script.setting(text, flag[1])
-        if text in self.script.changing:
+        text, positive = self.point.script.setting(text, flag[1])
+        if text in self.point.script.changing:
             return None
         self.condition_counts[text] += 1
         assumed = self._assumed(text)
@@ -318,7 +298,7 @@ class Interpreter:
 
     def _as_named_by_caller(self, text: str) -> str:
         """Return the caller's name for a parameter, so that a condition on both is the same condition."""
-        frame = self.frames.get(self.frame)
+        frame = self.frames.get(self.point.frame)
         while frame is not None and text in frame.aliases:
             text, frame = frame.aliases[text], self.frames.get(frame.caller)
         return text
@@ -332,7 +312,7 @@ class Interpreter:
             if self.path_state is None:
                 break
             self.statement = statement
-            if self.autocast.computes_float16:
+            if self.point.autocast.computes_float16:
                 self.dtype_uses.half_lines.add(statement.lineno)
             handler = self.handlers.get(type(statement))
             if handler is not None:
@@ -347,25 +327,24 @@ class Interpreter:
         if not self._expressions % STEPS_AT_ONCE:
             state = self.path_state
             # each branch copies and joins the facts and names, and rules compare the events
-            size = 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
-            self.budget.spend(size + len(self.events), self.script is not self.linked.main)
+            size = 0 if state is None else len(state.facts) + len(state.scopes.get(self.point.frame, ()))
+            self.budget.spend(size + len(self.events), self.point.script is not self.linked.main)
         handler = self.handlers.get(type(node))
-        value: Value = handler(self, node) if handler is not None else UNKNOWN
-        return value
+        return UNKNOWN if handler is None else handler(self, node)
 
     # names
 
     def lookup(self, name: str) -> Value:
         """Return the value of a name."""
-        frame = self.frame
-        value = self.state.value(frame, name)
+        frame, state = self.point.frame, self.state
+        value = state.value(frame, name)
         while value is None and frame in self.frames:
             frame = self.frames[frame].enclosing
-            value = self.state.value(frame, name)
+            value = state.value(frame, name)
         return self.infer_from_usage(self._global(name) if value is None else value, name)
 
     def _global(self, name: str) -> Value:
-        defined = self._definition(self.script, name)
+        defined = self._definition(self.point.script, name)
         if defined is not None:
             return defined
         if name in self.imported:
@@ -381,24 +360,21 @@ class Interpreter:
 
     def member(self, module: str, name: str) -> Value:
         """Return a member of a module: its value, if the module is a file that is followed."""
-        script, path = self.linked.module(self.script, module), join_names(module, name)
+        script, path = self.linked.module(self.point.script, module), join_names(module, name)
         value = None
-        if script is not None and self.linked.module(self.script, path) is None:
+        if script is not None and self.linked.module(self.point.script, path) is None:
             value = self.state.value(-script.number, name) or self._definition(script, name)
         return ImportedName(canonical_name(path)) if value is None or value is UNKNOWN else value
 
     def infer_from_usage(self, value: Value, text: str) -> Value:
         """Replace an unknown value by what the usage of its name tells."""
-        unsure = (
-            value is UNKNOWN or value is UNSCALED_TENSOR or (isinstance(value, Tensor) and value.node is None)
-        )
+        unsure = value is UNKNOWN or (isinstance(value, Tensor) and value.node is None)
         if isinstance(value, LiteralValue) and value.value is None and not value.is_given:
             unsure = True
         if not unsure or not text:
             return value
-        name = self._as_named_by_caller(text) or text
-        inferred = self.stand_in(self.script.usage.kind(text), name, text)
-        return value if inferred is UNKNOWN else inferred
+        kind = self.point.script.usage.kind(text)
+        return self.stand_in(kind, self._as_named_by_caller(text) or text, text) if kind else value
 
     def stand_in(self, kind: str, name: str, text: str) -> Value:
         """Return the object of a kind that a name stands for, where its construction is not seen."""
@@ -419,14 +395,14 @@ class Interpreter:
         if isinstance(target, ast.Name):
             if value is UNKNOWN:
                 self.state.forget(target.id)
-            self.state.bind(self.frame, target.id, value)
+            self.state.bind(self.point.frame, target.id, value)
         elif isinstance(target, ast.Attribute):
             owner = self.evaluate(target.value)
             if isinstance(owner, Instance):
                 self._check_replaced(target, self.state.value(owner.key, target.attr), value)
                 self.state.bind(owner.key, target.attr, value)
             elif text := dotted_name(target):
-                self.state.bind(self.frame, text, value)
+                self.state.bind(self.point.frame, text, value)
         elif isinstance(target, ast.Tuple | ast.List):
             items = value.items if isinstance(value, KnownItems) and not value.repeated else ()
             for index, part in enumerate(target.elts):
@@ -449,11 +425,11 @@ class Interpreter:
     def assign_item(self, target: ast.expr, value: Value) -> None:
         """Assign an item of an iterable, which is one of several."""
         self.assign(target, value)
-        for node in ast.walk(target):
+        for node in walk(target):
             if isinstance(node, ast.Name):
                 one = self.lookup(node.id)
                 if isinstance(one, Optimizer):
-                    self.state.bind(self.frame, node.id, replace(one, one_of_several=True))
+                    self.state.bind(self.point.frame, node.id, replace(one, one_of_several=True))
 
     def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
         """Return a method of an instance, bound to it."""

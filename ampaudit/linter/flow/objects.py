@@ -163,7 +163,7 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     if dtype == "float16":
         interpreter.record(PrecisionChosen, node)
     if dtype:
-        in_loop = any(guard.kind == "loop" for guard in interpreter.guards)
+        in_loop = any(guard.kind == "loop" for guard in interpreter.point.guards)
         halved = node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
         interpreter.state.set_fact(HALF_WEIGHTS, node if dtype == "float16" else None, model.key)
@@ -225,9 +225,9 @@ def call_model(
         weights = _weights_dtype(interpreter, model) or place.weights
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
-            k: replace(v, upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
+            k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
         }
-        with interpreter.entered(replace(place, weights=weights)):
+        with interpreter.entered(place._replace(weights=weights)):
             returned = inline_call(interpreter, info, node, given_here, model.instance)
         return _from_model(returned, cast, model_calls, node)
     return Tensor(
@@ -243,7 +243,7 @@ def guessed_model(
     interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str
 ) -> Model:
     """Return a model that is created elsewhere as an instance of the only model class of the file."""
-    root = interpreter.script.root_module
+    root = interpreter.point.script.root_module
     forward = None if root is None else root.method(method)
     if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
         return model
@@ -265,13 +265,13 @@ def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, argumen
     is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
     first = arguments.first
     by_autocast = isinstance(first, Tensor) and first.computed_under != ""
-    if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
+    if interpreter.point.autocast.enabled is False and is_plain and not is_cast and by_autocast:
         call_op(interpreter, node, f"torch.nn.{model.layers[0]}", [first, Tensor(dtype="float32")])
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
     """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
-    if interpreter.autocast.enabled is True:
+    if interpreter.point.autocast.enabled is True:
         return ""
     cast = interpreter.state.weights_cast(model.key)
     return "" if cast is None else cast[0]
@@ -284,8 +284,7 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
         return replace(returned, items=items)
     if not isinstance(returned, Tensor):
         return Tensor(computed_under=cast, model_calls=model_calls, node=node)
-    return replace(
-        returned,
+    return returned._replace(
         computed_under=cast or returned.computed_under,
         model_calls=model_calls,
         node=node,
@@ -327,7 +326,7 @@ def device_of(value: Value | None) -> str:
 
 def applies_to_device(interpreter: Interpreter, model: Model) -> bool:
     """Return whether autocast applies to the model's device, as far as is known."""
-    autocast, device = interpreter.autocast, interpreter.state.get(DEVICE, model.key)
+    autocast, device = interpreter.point.autocast, interpreter.state.get(DEVICE, model.key)
     return (
         bool(interpreter.assumptions)  # as of cuda's absence, where autocast may be off for the same reason
         or autocast.enabled is not True
@@ -346,7 +345,7 @@ def optimizer_method(
         if arguments.all():  # a closure runs backward
             state.gradients = UNKNOWN_GRADIENTS
             state.reach(Phase.FRESH)
-        interpreter.record(OptimizerStep, node, optimizer, interpreter.autocast)
+        interpreter.record(OptimizerStep, node, optimizer, interpreter.point.autocast)
         contributions = state.gradients.known
         if contributions and not any(item.scaler for item in contributions):
             state.gradients = AccumulatedGradients()  # what is left of them is no other step's loss

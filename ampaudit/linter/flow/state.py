@@ -28,6 +28,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Unknown,
     Value,
+    value_class,
 )
 
 __all__ = [
@@ -92,7 +93,7 @@ class Phase(Enum):
     BYPASSED = 7  # the optimizer stepped without the scaler
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Life:
     """Where all gradients are between two steps.
 
@@ -109,7 +110,7 @@ class Life:
     stepped: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class PerhapsHalf:
     """A cast of a model to a dtype that a setting chooses, and that may be float16."""
 
@@ -134,7 +135,7 @@ DEVICE: Final = FactKind[str]("device")
 CAST_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Contribution:
     """One backward pass whose gradients are in ``.grad``.
 
@@ -151,7 +152,7 @@ class Contribution:
     models: frozenset[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class AccumulatedGradients:
     """What is in ``.grad``.
 
@@ -211,7 +212,7 @@ class State:
     A copy shares its scopes until one side writes to them, so that branches cost what they change.
     """
 
-    gradients: AccumulatedGradients = AccumulatedGradients()
+    gradients: AccumulatedGradients = field(default_factory=AccumulatedGradients)
     life: Life = field(default_factory=Life)
     facts: dict[FactKey, Any] = field(default_factory=dict)
     scopes: dict[Scope, dict[str, Value]] = field(default_factory=dict)
@@ -375,8 +376,8 @@ def join_values(one: Value, other: Value) -> Value:
         if isinstance(absent, LiteralValue) and absent.value is None:
             # it is used only where it is not None
             return replace(value, optional=True) if isinstance(value, Scaler) else value
-    shared = one.__slots__ if type(one) is type(other) else ()
-    pairs = ((name, getattr(one, name)) for name in shared)
+    names = one._fields if isinstance(one, Tensor) else one.__slots__
+    pairs = ((name, getattr(one, name)) for name in names if type(one) is type(other))
     agreement: dict[str, Any] = {name: value for name, value in pairs if value == getattr(other, name)}
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models

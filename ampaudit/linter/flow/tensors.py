@@ -73,7 +73,7 @@ def autocast_dtype(interpreter: Interpreter, context: Autocast | None = None) ->
         interpreter: Interpreter.
         context: Autocast context; by default the current one.
     """
-    autocast = interpreter.autocast if context is None else context
+    autocast = interpreter.point.autocast if context is None else context
     if autocast.enabled is not True:
         return ""
     # the CPU may be only the device of an assumed setting
@@ -98,7 +98,7 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op; there are too many of them to record."""
     tensors = tuple(value for value in operands if isinstance(value, Tensor))
-    interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.autocast))
+    interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.point.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
@@ -109,7 +109,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
     implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
-    is_off = interpreter.autocast.enabled is False and len(values) > 1
+    is_off = interpreter.point.autocast.enabled is False and len(values) > 1
     scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
         dtype=_dtype_of_pair(*values[:2]) if is_off else cast,
@@ -163,8 +163,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
-    result = replace(
-        tensors[0],
+    result = tensors[0]._replace(
         rounded=first_rounded(tensors),
         upcast=None,
         model_calls=all_model_calls([left, right]),
@@ -175,14 +174,12 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         # an unscaled factor or divisor: gradients have the scale still, unless it is the scale itself
         has_number = any(isinstance(value, LiteralValue) for value in (left, right))
         is_unsure = len(tensors) == 1 and result.scaler_key != UNSCALED and not has_number
-        return replace(
-            result,
+        return result._replace(
             scaler_key=MAYBE if is_unsure else result.scaler_key,
             divided=result.divided if _is_weight(node, left) else True,
         )
     divided = {t.divided for t in tensors}
-    return replace(
-        result,
+    return result._replace(
         scaler_key=common_scale([left, right]),
         divided=True if True in divided else False if False in divided else None,
         loss=next((t.loss for t in tensors if t.loss), ""),
@@ -239,7 +236,7 @@ def tensor_method(
         interpreter.record(NumberRead, node, base)
         return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
-        return replace(base, model_calls=frozenset(), is_detached=True, node=node)
+        return base._replace(model_calls=frozenset(), is_detached=True, node=node)
     dtype = requested_dtype(name, arguments)
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
@@ -247,25 +244,25 @@ def tensor_method(
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
         rounded = node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
         up = node if dtype == "float32" else None
-        return replace(base, dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=node)
+        return base._replace(dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=node)
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, node, [base, *arguments.positional])
     call_op(interpreter, node, f"torch.{name}", [base, *arguments.all()])
     if name == "sigmoid":
-        return replace(base, sigmoid=node, upcast=None, node=node)
+        return base._replace(sigmoid=node, upcast=None, node=node)
     if name in MAKES_LIKE:
         chosen = arguments.keywords.get("dtype")
         return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=node)
     if name in WRITES_SAME_DTYPE:
         return base
     if name in ("div", "mul", "div_", "mul_"):
-        return replace(base, divided=True, upcast=None, node=node)
+        return base._replace(divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
-        return replace(base, upcast=None, node=node)
+        return base._replace(upcast=None, node=node)
     if keeps_dtype(interpreter, name):
-        return replace(base, node=node)
+        return base._replace(node=node)
     dtype = dtype_of_result(interpreter, name)
-    return replace(base, dtype=dtype, loss="", sigmoid=None, upcast=None, node=node)
+    return base._replace(dtype=dtype, loss="", sigmoid=None, upcast=None, node=node)
 
 
 def keeps_dtype(interpreter: Interpreter, name: str) -> bool:
@@ -273,13 +270,13 @@ def keeps_dtype(interpreter: Interpreter, name: str) -> bool:
 
     That of exp counts as unknown, since mistakes that follow from its overflow have the same cause.
     """
-    is_off = interpreter.autocast.enabled is False
+    is_off = interpreter.point.autocast.enabled is False
     return name in KEEPS_DTYPE or (is_off and name in AUTOCAST_FLOAT32 and name != "exp")
 
 
 def dtype_of_result(interpreter: Interpreter, name: str) -> str:
     """Return the dtype in which autocast computes an op that it keeps in float32; empty for other ops."""
-    return "float32" if name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is True else ""
+    return "float32" if name in AUTOCAST_FLOAT32 and interpreter.point.autocast.enabled is True else ""
 
 
 def requested_dtype(name: str, arguments: Arguments) -> str:
