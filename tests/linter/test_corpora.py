@@ -87,7 +87,7 @@ def test_each_page_says_how_many_mistakes_are_of_its_kind(pytestconfig: pytest.C
     mistakes = [script for name in SETS if name.startswith("mistakes-") for script in read_set(name)]
     counts = Counter(code for script in mistakes for code in script.codes)
     for code in PAGES:
-        page = ROOT / "ampaudit" / "report" / "pages" / f"{code}.md"
+        page = ROOT / "ampaudit" / "findings" / "pages" / f"{code}.md"
         number, verb = counts[code] or "none", "are" if counts[code] > 1 else "is"
         text = page.read_text(encoding="utf-8")
         if pytestconfig.getoption("--refresh-golden"):
