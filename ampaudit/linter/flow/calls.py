@@ -163,6 +163,9 @@ def _call_torch(
         model = inner if isinstance(inner, Model) else Model(key_of(node), node)
         (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(model.key)
         return replace(model, wrapper=name)
+    if path.startswith("torch.distributed.") and name.startswith("MixedPrecision"):  # of both FSDPs
+        interpreter.sharded_dtype = tensors.dtype_named(arguments.get(0, "param_dtype") or UNKNOWN)
+        return UNKNOWN
     if is_class and path.startswith("torch.nn.") and "functional" not in path and "utils" not in path:
         return objects.make_model(interpreter, node, path, arguments)
     return _function(interpreter, node, path, name, arguments)

@@ -174,6 +174,7 @@ class Interpreter:
         self.managers: set[Managed] = set()
         self.managed = False  # whether a framework runs the code that is followed
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
+        self.sharded_dtype = ""  # in which FSDP gathers parameters, and so computes
         self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
         self._expressions = 0
         self.budget = StepBudget(bool(linked.imported))

@@ -48,6 +48,7 @@ _BELOW_ONE: Final = {
     "bfloat16": (BFLOAT16_ROUNDS_TO_ONE, "0.996", "0.99"),
 }
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
+_LOGARITHMS: Final = frozenset("log log1p log2 log10 logit atanh".split())  # infinite at 0 or 1
 
 
 @rule("AMP860", ScriptFollowed, of_dtypes=True)
@@ -102,7 +103,7 @@ def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]
 def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
     """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
     calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-    in_log = statement.lineno in half_lines and any(simple_name(call.func) == "log" for call in calls)
+    in_log = statement.lineno in half_lines and any(simple_name(call.func) in _LOGARITHMS for call in calls)
     return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 

@@ -54,11 +54,12 @@ def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]
     if any(s.scales_losses or any(n.startswith(MANAGING_PACKAGES) for n in s.imports) for s in scripts):
         return
     for item in contributions:
-        if (item.computed_under or dtype_of_model_calls(flow)) == "float16":
+        by_autocast = item.computed_under or dtype_of_model_calls(flow)
+        if (by_autocast or flow.sharded_dtype) == "float16":
+            how = "under float16 autocast" if by_autocast else "by FSDP in float16"
             yield Mistake(
                 item.node,
-                "the loss is computed under float16 autocast without "
-                "a loss scale: small gradients become zero",
+                f"the loss is computed {how} without a loss scale: small gradients become zero",
                 'scale the loss with torch.amp.GradScaler("cuda"), or use dtype=torch.bfloat16',
             )
 
@@ -145,11 +146,12 @@ def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
         )
 
 
-def _divides_by_norm(node: ast.AST) -> bool:
-    """Return whether an expression is a gradient, or the length of a step along it, by a norm."""
+def _cancels_scale(node: ast.AST) -> bool:
+    """Return whether an expression divides by the scale, or a gradient or a step along it by a norm."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
         return False
-    return mentions(node.left, *_ALONG_GRADIENT) and mentions(node.right, "norm")
+    by_norm = mentions(node.left, *_ALONG_GRADIENT) and mentions(node.right, "norm")
+    return by_norm or mentions(node.right, "scale")
 
 
 _ALONG_GRADIENT: Final = ("grad", "rho", "radius", "epsilon")
@@ -161,7 +163,7 @@ def _read_scaled(flow: Interpreter, event: GradientRead) -> Iterator[Mistake]:
     node, certainty = event.node, flow.state.still_scaled
     if event.is_copy or not certainty or isinstance(event.statement, ast.Assert):
         return
-    if any(_divides_by_norm(part) for part in nodes_around(flow.linked, node)):  # the scale cancels
+    if any(map(_cancels_scale, nodes_around(flow.linked, node))):
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
     if not any(key[:2] == ("AMP808", line_of(place)) for key in flow.diagnostics):
