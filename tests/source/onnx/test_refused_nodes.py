@@ -214,6 +214,24 @@ def test_errors_in_functions_name_the_file_once(inner: str, said: str, tmp_path:
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("w", (1, 12, 3)), ("r", (1, 8, 3)), ("b", (1, 23)), ("h", (1, 5, 3)), ("c", (1, 5, 3))],
+)
+def test_recurrent_layers_of_wrong_sizes_are_refused(
+    name: str, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Torch's LSTM does not check sizes: it would read and write beyond the end of a tensor."""
+    right = {"w": (1, 12, 4), "r": (1, 12, 3), "b": (1, 24), "h": (1, 1, 3), "c": (1, 1, 3)}
+    stored = [initializer(key, np.zeros(size, np.float32)) for key, size in (right | {name: sizes}).items()]
+    nodes = [
+        node("Unsqueeze", ["x", "one"], ["z"]),
+        node("LSTM", ["z", "w", "r", "b", "", "h", "c"], ["y"], name="layer", hidden_size=3),
+    ]
+    with pytest.raises(SourceError, match=r"the node layer \(LSTM\): .* should have"):
+        run(tmp_path, model_of(nodes, [*stored, initializer("one", np.array([1]))]))
+
+
 def test_an_unknown_operator_gets_a_next_step(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"the node own \(Unheard\): no operator Unheard") as raised:
         run(tmp_path, model_of([node("Unheard", ["x"], ["y"], name="own", domain="acme")]))

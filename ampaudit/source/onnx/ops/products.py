@@ -369,6 +369,13 @@ def recurrent(
     steps, directions, hidden = tensor.shape[0], weights.shape[0], recurrence.shape[-1]
     shape = [directions, tensor.shape[1], hidden]
     states = [_start(state, shape, tensor, by_batch) for state in (h, c)]
+    rows = len(_GATES[call.node.op_type]) * hidden
+    _refuse_sizes("W", weights, [directions, rows, tensor.shape[2]])
+    _refuse_sizes("R", recurrence, [directions, rows, hidden])
+    if bias is not None:
+        _refuse_sizes("B", bias, [directions, 2 * rows])
+    for state in states:
+        _refuse_sizes("an initial state", state, shape)
     layer = call, tensor, weights, recurrence, bias, states if call.node.op_type == "LSTM" else states[:1]
     if isinstance(lengths, Known) and set(lengths.items()) == {steps}:
         lengths = None
@@ -379,6 +386,12 @@ def recurrent(
     if by_batch:
         sequence, last = sequence.permute(2, 0, 1, 3), [state.transpose(0, 1) for state in last]
     return (sequence, *last)
+
+
+def _refuse_sizes(what: str, tensor: Tensor, shape: list[int]) -> None:
+    """Refuse what does not fit, because torch's LSTM would read and write beyond its end."""
+    if list(tensor.shape) != shape:
+        raise RuntimeError(f"{what} has the sizes {list(tensor.shape)} and should have {shape}")
 
 
 def _start(state: Tensor | None, shape: list[int], like: Tensor, by_batch: bool) -> Tensor:
