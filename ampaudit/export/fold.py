@@ -116,6 +116,8 @@ def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, f
         if name != copy.placeholder:
             continue
         node = nodes[name]
+        if not node.users:  # a tied weight is read under another name
+            continue
         first_call = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(first_call):
             cast = graph.call_function(torch.ops.aten.to.dtype, (node, copy.dtype))

@@ -52,6 +52,16 @@ def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy:
     assert made.onnx_error <= two_ulps
 
 
+def test_masters_that_nothing_reads_get_no_cast(tmp_path: Path) -> None:
+    """A tied weight is read under one of its names only; the exporter would drop the cast of the other."""
+    _, made = convert(tied(), None, tmp_path / "out", policy="keep-fp32-modules", mode="train", onnx=True)
+    assert made is not None
+    program = torch.export.load(tmp_path / "out" / "model.pt2")
+    casts = [n for n in program.graph.nodes if "aten.to" in str(n.target) or "_to_copy" in str(n.target)]
+    assert casts
+    assert all(n.users for n in casts)
+
+
 def test_an_onnx_file_that_means_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
