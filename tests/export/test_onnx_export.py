@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from torch import nn
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.export.convert import convert
@@ -50,6 +51,20 @@ def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy:
     two_ulps = 2 * 2.0**-10 * float(recorded.abs().max())
     assert abs(torch.from_numpy(found).float() - recorded.float()).max() <= two_ulps
     assert made.onnx_error <= two_ulps
+
+
+def test_convolutions_in_bfloat16_are_exported(tmp_path: Path) -> None:
+    """Older operator sets than 22 have no convolution, pooling or resizing in the format."""
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)]
+    model, inputs = nn.Sequential(*layers).eval(), (torch.randn(1, 3, 8, 8),)
+    convert(model, inputs, tmp_path / "out", policy="half", dtype="bfloat16", onnx=True)
+    written = onnx.load(tmp_path / "out" / "model.onnx")
+    onnx.checker.check_model(written, full_check=True)
+    values = onnx.shape_inference.infer_shapes(written).graph
+    kinds = {v.name: v.type.tensor_type.elem_type for v in [*values.value_info, *values.output]}
+    layers_of = {n.op_type: kinds[n.output[0]] for n in written.graph.node if n.op_type != "Constant"}
+    assert layers_of.keys() >= {"Conv", "BatchNormalization", "MaxPool", "Resize"}
+    assert set(layers_of.values()) == {onnx.TensorProto.BFLOAT16}
 
 
 def test_masters_that_nothing_reads_get_no_cast(tmp_path: Path) -> None:

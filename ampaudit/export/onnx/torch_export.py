@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.core.text import escape_control, format_number
@@ -47,6 +48,7 @@ _KEY = "ampaudit_node"
 _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # accuracy after a few roundings of bfloat16; a dropped eps or cast of a norm is worse
+_BFLOAT16_OPSET = 22  # the first in which convolutions, pooling, resizing and norms take the format
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -181,9 +183,15 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
                 verbose=False,
                 input_names=input_names,
                 output_names=output_names,
+                opset_version=_BFLOAT16_OPSET if _has_bfloat16(program) else None,
             )
     finally:
         logging.disable(before)
+
+
+def _has_bfloat16(program: ExportedProgram) -> bool:
+    values = (leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
 
 
 def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
