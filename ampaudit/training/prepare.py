@@ -58,11 +58,14 @@ _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """The state of a dynamic scale."""
+    """The state of a dynamic scale, which is a float32 number as in torch."""
 
     scale: float  # factor of the loss
     good: int  # steps without overflow since the scale last changed, or since the last overflow
     patience: int  # number of overflows left until the scale is reduced
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", _as_float32(self.scale))
 
 
 def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
@@ -80,13 +83,16 @@ def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> Scal
         return ScaleState(reduced, 0, patience)
     if state.good + 1 != rule.interval:  # like torch, which misses an interval that was shortened too late
         return replace(state, good=state.good + 1)
-    grown = state.scale * rule.growth
-    largest = torch.finfo(torch.float32).max
+    grown = _as_float32(state.scale * rule.growth)
     if isinstance(rule.max, float):
         grown = min(grown, rule.max)
-    elif rule.max == "finite" and grown > largest:
+    elif rule.max == "finite" and math.isinf(grown):
         grown = state.scale
     return ScaleState(grown, 0, rule.lives)
+
+
+def _as_float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 class LossScaler(GradScaler):

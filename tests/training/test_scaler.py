@@ -55,6 +55,17 @@ def test_the_torch_profile_is_torchs_scaler() -> None:
     )
 
 
+@pytest.mark.parametrize(("growth", "backoff"), [(1.7, 0.3), (1.1, 0.9)])
+def test_scales_that_are_no_powers_of_two_are_torchs_to_the_last_bit(growth: float, backoff: float) -> None:
+    """Torch rounds the scale to float32 after each change."""
+    scalers = ampaudit.scaler("torch", "cpu"), torch.amp.GradScaler("cpu")
+    for scaler in scalers:
+        scaler.set_growth_factor(growth), scaler.set_backoff_factor(backoff), scaler.set_growth_interval(3)
+    ours, theirs = (replay(scaler, pattern(200, 0.2)) for scaler in scalers)
+    assert ours == theirs
+    assert scalers[0].state.scale == ours[-1]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recorded_pattern_against_published_constants(name: str) -> None:
     """Counted from the steps since the last overflow, as DeepSpeed writes it; the others do the same."""
