@@ -54,6 +54,14 @@ def test_a_mask_that_stays_in_float32_is_as_it_was(tmp_path: Path) -> None:
     check(graph, "y", tmp_path)
 
 
+def test_an_optional_keeps_its_type(tmp_path: Path) -> None:
+    graph = linear()
+    graph.add("Optional", "h", "perhaps")
+    graph.add("OptionalGetElement", "perhaps", "value")
+    graph.add("Tanh", "value", "t")
+    check(graph, "t", tmp_path)
+
+
 def test_one_tensor_under_several_output_names(tmp_path: Path) -> None:
     graph = linear()
     graph.add("Identity", "h", "same")

@@ -325,10 +325,13 @@ def _infer_types(model: ir.Model) -> None:
         producer = value.producer()
         if value.type is None:
             value.type, value.shape = kind, shape
-        elif (
-            producer is not None and producer.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType)
-        ):
-            value.type = ir.SequenceType(value.type)  # onnx_ir 1.1 infers the type of its elements
+        elif producer is not None and isinstance(
+            value.type, ir.TensorType
+        ):  # of the elements, in onnx_ir 1.1
+            if producer.op_type in _SEQUENCES:
+                value.type = ir.SequenceType(value.type)
+            elif producer.op_type == "Optional":
+                value.type = ir.OptionalType(value.type)
 
 
 def _observe_types(model: OnnxModel, batch: Batch) -> None:
