@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_an_untouched_directory_passes(out: Path) -> None:
     assert found.problems == ()
     assert [line.split(": ")[1] for line in found.outputs] == ["the same bits"] * 2
     assert found.tensors == 9
+
+
+def test_layers_may_have_names_that_are_no_identifiers(tmp_path: Path) -> None:
+    names = ["a-b", "a b", "x:y*[z]", "ü/1", "é", "~", "it's", "0"]
+    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names)).eval()
+    source = ModelSource("named.py", "python", model, (Batch((torch.randn(2, 4),)),))
+    found = verify(converted(source, tmp_path / "out", policy="half"))
+    assert found.problems == ()
+    assert found.outputs
 
 
 class Writing(nn.Module):

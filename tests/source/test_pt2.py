@@ -23,7 +23,7 @@ from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.exported import ExportedModel, read_program
 from ampaudit.source.open import open_source
-from ampaudit.source.pt2.graph import UnknownOperator, operator_named
+from ampaudit.source.pt2.graph import UnknownOperator, attribute_path, operator_named
 from ampaudit.source.pt2.schema import check_expression
 from tests.support import zoo
 
@@ -542,3 +542,11 @@ def test_the_files_that_a_program_names_are_not_opened(
     assert str(path) in opened
     assert str(named) not in opened
     assert any(site.source is not None for site in report.sites) == (line == "3")
+
+
+@pytest.mark.parametrize(
+    "part", ["class", 'a"b', "a\\b", "a\nb", "a\u2028b", "\ufb01", "__a", "", "x" * 501, "forward"]
+)
+def test_names_that_torchs_code_would_not_read_as_one_are_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="a weight has the name"):
+        attribute_path(f"a.{part}.weight")

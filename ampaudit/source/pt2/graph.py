@@ -7,6 +7,7 @@ import keyword
 import math
 import operator
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -106,7 +107,7 @@ _SETTINGS: Mapping[str, Mapping[int, Any]] = {
     "as_memory_format": _MEMORY_FORMATS,
     "as_layout": {_STRIDED: torch.strided},
 }
-_ATTRIBUTE = re.compile(r"(?!__)\w{1,500}", re.ASCII)
+_ATTRIBUTE = re.compile(r"""(?!__)[^"\\]{1,500}""")
 # attributes that weights must not replace
 _MODULE_NAMES = frozenset(dir(nn.Module()))
 _GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -504,13 +505,22 @@ def attribute_path(path: str) -> str:
     """Return a dotted attribute name, after checking that no part of it is reserved.
 
     Raises:
-        ValueError: A part is reserved, or not an identifier.
+        ValueError: A part is reserved, or would not be one name in the Python code that torch generates.
     """
     parts = path.split(".")
-    free = all(_ATTRIBUTE.fullmatch(part) and part not in _MODULE_NAMES for part in parts)
+    free = all(_is_quotable(part) and part not in _MODULE_NAMES for part in parts)
     if not free or parts[0] in _GRAPH_NAMES:
         raise ValueError(f"a weight has the name {describe(path)!r}")
     return path
+
+
+def _is_quotable(part: str) -> bool:
+    """Return whether torch's code reads just this attribute: ``x.part``, else ``getattr(x, "part")``."""
+    if _ATTRIBUTE.fullmatch(part) is None or not part.isprintable():
+        return False
+    # Python reads an identifier in its normal form
+    bare = part.isidentifier()
+    return not bare or (not keyword.iskeyword(part) and unicodedata.normalize("NFKC", part) == part)
 
 
 def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
