@@ -261,6 +261,9 @@ def record_reference(
     """Run the program in its own dtypes, and the model in FP32, on one batch and from one seed.
 
     ``call`` are the inputs of the program, without the arguments of ``model_call`` that are fixed in it.
+
+    Raises:
+        RunFailed: Torch makes no module from the program.
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
@@ -268,7 +271,14 @@ def record_reference(
     every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed)))
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
-    results = run_program(program.module(), call, seed)
+    try:
+        module = program.module()
+    except Exception as error:  # for layers named class, graph or meta, for example
+        raise RunFailed(
+            f"torch cannot run the exported program: {first_line(error)}",
+            hint="rename the layer that it names, or leave out the program: --no-program",
+        ) from error
+    results = run_program(module, call, seed)
     if isinstance(results, str):
         return ReferenceOutputs(tensors, (), results)
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(results)}

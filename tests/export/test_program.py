@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.export.passes import move_to_device_pass
 
 from ampaudit.audit.inputs import as_source
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import RunFailed, UsageError
+from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.program import compare_output
 from ampaudit.source import Batch, ModelSource
@@ -114,3 +116,17 @@ def test_the_program_runs_on_a_gpu(tmp_path: Path, source: Callable[[], ModelSou
     output = found if isinstance(found, torch.Tensor) else found["logits"]
     error, accuracy = compare_output(output.cpu(), recorded["output[0]"])
     assert error == 0 or (accuracy is not None and accuracy > 40)
+
+
+@pytest.mark.parametrize("name", ["class", "graph"])
+def test_layers_with_names_that_torch_reserves_are_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch writes and loads such a program, but makes no module from it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
+    model, inputs = nn.Sequential(OrderedDict({name: nn.Linear(4, 4)})).eval(), torch.randn(2, 4)
+    with pytest.raises(RunFailed, match="torch cannot run the exported program") as raised:
+        convert(model, inputs, tmp_path / "out", policy="half")
+    assert "--no-program" in str(raised.value.hint)
+    report, made = convert(model, inputs, tmp_path / "out", policy="half", program=False)
+    assert made is not None, report.findings
