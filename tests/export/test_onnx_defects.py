@@ -195,6 +195,17 @@ def test_cast_knows_bfloat16_since_operator_set_13(version: int, output: SlotTyp
     assert node_types(node, version, "float16").outputs == (SlotType.CHOSEN,)
 
 
+@pytest.mark.parametrize("version", [11, 13, 19])
+def test_a_region_to_resize_stays_in_float32(version: int) -> None:
+    """Rounding its borders to 16 bits would move pixels across them."""
+    node = ir.Node("", "Resize", [ir.Value(name=name) for name in ("x", "roi", "scales")])
+    for value in node.inputs:
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    assert node_types(node, version, "float16").inputs == (
+        SlotType.CHOSEN, SlotType.FLOAT32, SlotType.FLOAT32,
+    )  # fmt: skip
+
+
 def test_large_weights_of_eight_bits_stay_as_they_are(tmp_path: Path) -> None:
     """They are read from the old file when the new one is written."""
     bits = np.arange(128 * 64, dtype=np.uint8) % 100

@@ -111,6 +111,11 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(len(node.outputs)))
     if node.op_type == "LayerNormalization" and node.domain in STANDARD:
         outputs = (outputs[0], *(SlotType.FLOAT32,) * (len(outputs) - 1))  # its statistics are of stash_type
+    if node.op_type == "Resize" and node.domain in STANDARD and version > 10:
+        inputs = (
+            inputs[0],
+            *(SlotType.FLOAT32,) * (len(inputs) - 1),
+        )  # coordinates, which 16 bits would move
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
     main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
     return NodeTypes(inputs, outputs, SlotType.CHOSEN in main)
