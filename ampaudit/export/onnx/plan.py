@@ -325,10 +325,8 @@ def _infer_types(model: ir.Model) -> None:
         producer = value.producer()
         if value.type is None:
             value.type, value.shape = kind, shape
-        elif producer is not None and isinstance(
-            value.type, ir.TensorType
-        ):  # of the elements, in onnx_ir 1.1
-            if producer.op_type in _SEQUENCES:
+        elif producer is not None and isinstance(value.type, ir.TensorType):
+            if producer.op_type in _SEQUENCES:  # of which onnx_ir 1.1 infers the type of the elements
                 value.type = ir.SequenceType(value.type)
             elif producer.op_type == "Optional":
                 value.type = ir.OptionalType(value.type)

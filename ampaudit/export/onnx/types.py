@@ -112,10 +112,8 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     if node.op_type == "LayerNormalization" and node.domain in STANDARD:
         outputs = (outputs[0], *(SlotType.FLOAT32,) * (len(outputs) - 1))  # its statistics are of stash_type
     if node.op_type == "Resize" and node.domain in STANDARD and version > 10:
-        inputs = (
-            inputs[0],
-            *(SlotType.FLOAT32,) * (len(inputs) - 1),
-        )  # coordinates, which 16 bits would move
+        # its region, scales and sizes are coordinates, which 16 bits would move
+        inputs = (inputs[0], *(SlotType.FLOAT32,) * (len(inputs) - 1))
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
     main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
     return NodeTypes(inputs, outputs, SlotType.CHOSEN in main)
