@@ -30,8 +30,15 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
-from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of, tensors_in
+from ampaudit.trace.opnames import (
+    CAST_OPS,
+    base_name,
+    may_write,
+    mutated_arguments,
+    written_arguments,
+    written_values,
+)
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, SharedMemory, sizes_of, tensors_in
 
 __all__ = ["Bound", "BoundTable", "assumptions", "bound", "contains"]
 
@@ -113,13 +120,51 @@ class _BoundPass:
             return
         result = _unknown(value) if hidden else self._apply_transfer(node, op, entry)
         intervals = result if isinstance(result, list) else [result]
-        self._prove(node, [interval.peak for interval in intervals])
+        self._prove(node, [*(interval.peak for interval in intervals), *self._statistics(node, op)])
         if entry is None or not entry.moves:
             exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS
             intervals = [
                 _as_stored(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)
             ]
         self._intervals[node] = intervals if isinstance(result, list) else intervals[0]
+
+    def _statistics(self, node: fx.Node, op: OpOverload | None) -> list[float]:
+        """Bound the running statistics that a norm writes, which its schema does not show.
+
+        They are means of what they were before and of the batch's own, so that none is above both.
+        """
+        kwargs = dict(node.kwargs)
+        if op is None or set(written_arguments(op, node.args, kwargs)) <= set(mutated_arguments(op)):
+            return []
+        arguments = arguments_of(op, node)
+        statistics = [value for name in ("running_mean", "running_var") if (value := arguments.get(name))]
+        if _dtypes(node.meta.get("val"))[0] in LOW_PRECISION_DTYPES and any(
+            each.meta["val"].dtype is torch.float32 for each in statistics
+        ):
+            return []  # which a run does not measure as values of the site
+        first, momentum = node.all_input_nodes[0], arguments.get("momentum")
+        x = self._intervals.get(first)
+        size = math.prod(x.shape) // max(x.shape[1], 1) if isinstance(x, Interval) and len(x.shape) > 1 else 0
+        once = base_name(op) == "batch_norm" and not any(map(self._written_often, statistics))
+        convex = isinstance(momentum, int | float) and 0 <= momentum <= 1
+        if not (once and convex and isinstance(x, Interval) and size > 1):
+            return [math.inf]
+        peaks = [x.peak, x.peak * x.peak * size / (size - 1)]
+        peaks += [self._weights.peak_of(self._traced.tensors[each.name]) for each in statistics]
+        return [peak * (1 + 2.0**-7) for peak in peaks]
+
+    def _written_often(self, statistic: fx.Node) -> bool:
+        """Return whether a statistic is no buffer of the model, or one that several ops write to."""
+        if statistic.name not in self._traced.tensors:
+            return True
+        memory, writers = self._memory.of(statistic.meta["val"]), 0
+        for node in self._traced.graph.nodes:
+            op = overload_of(node.target)
+            if op is not None and may_write(op):
+                written = written_values(op, node.args, dict(node.kwargs))
+                nodes = [value for value in written if isinstance(value, fx.Node)]
+                writers += any(not memory.isdisjoint(self._memory.of(each.meta.get("val"))) for each in nodes)
+        return writers > 1
 
     def _apply_transfer(
         self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
@@ -356,7 +401,11 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
 
     def peak(self, node: fx.Node) -> float:
         """Return the largest magnitude of a known value before rounding; infinite for NaN."""
-        tensor = self[node].tensor
+        return self.peak_of(self[node].tensor)
+
+    @staticmethod
+    def peak_of(tensor: torch.Tensor) -> float:
+        """Return the largest magnitude of a tensor; infinite for NaN."""
         if not tensor.numel():
             return 0.0
         if tensor.is_complex():

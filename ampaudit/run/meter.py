@@ -122,8 +122,10 @@ class Meter(Observer):
         bad = False
         for first, second in float_outputs(reference, value):
             bad |= self._measure_pair(step, first, second)
-        for position, first, second in call.updates(step):
-            if second.is_floating_point():
+        for (position, first, second), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
+            # float32 statistics beside a 16-bit result never reach the end of the format
+            alike = dtype is step.site.dtype or dtype in LOW_PRECISION_DTYPES
+            if second.is_floating_point() and alike:
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second)
         if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:

@@ -166,3 +166,34 @@ def test_hidden_writes_are_those_that_torch_makes() -> None:
             assert argument_names(op)[3:5] == ("running_mean", "running_var")
             checked += bool(changed)
     assert checked == 4
+
+
+@pytest.mark.parametrize("policy", ["half", "torch-cuda", "torch-cpu", "ampaudit"])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 10000.0])
+def test_bounds_of_a_norm_hold_for_its_statistics(policy: str, scale: float) -> None:
+    torch.manual_seed(0)
+    report = ampaudit.scan(Norm(nn.BatchNorm2d(4), scale).train(), IMAGE, policy=policy, prove=True)
+    (site,) = (site for site in report.sites if "batch_norm" in site.op)
+    assert site.bound is not None
+    assert site.forward is not None
+    assert (site.verdict == "overflows") == (policy == "half" and scale > 500)
+    assert site.bound >= site.forward.peak
+
+
+def test_bounds_of_statistics_that_two_calls_write() -> None:
+    class Twice(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.norm(x * self.scale) * 1e-3)
+
+    torch.manual_seed(0)
+    report = ampaudit.scan(Twice(nn.BatchNorm2d(4), 100.0).train(), IMAGE, policy="half", prove=True)
+    assert [site.verdict for site in report.sites if "batch_norm" in site.op] == ["observed", "observed"]
+
+
+def test_float32_statistics_leave_the_headroom_of_a_result_in_16_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).train()
+    site = next(s for s in ampaudit.scan(model, IMAGE * 3000, policy="torch-cuda").sites if s.layer == "1")
+    assert site.precision == "float16"
+    assert site.headroom_bits is not None
+    assert site.headroom_bits > 12
