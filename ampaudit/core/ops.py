@@ -129,6 +129,10 @@ one_kernel: adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive
 # Ops among those above whose parts nevertheless round several times on every device.
 rounds_inside: cdist einsum rnn_relu_cell rnn_tanh_cell
 
+# The derivative is a formula of several ops, each of which rounds: that of rsqrt cubes the result.
+derived_by_parts: acos acosh addcdiv asin asinh atan atan2 atanh div hypot linalg_vector_norm norm pow
+    reciprocal rsqrt sqrt std tan var
+
 # The kernel computes in the tensor's own type on every device, or reads its bits or its limits.
 own_type: _index_put_impl_ addr addr_ cross floor_divide floor_divide_ index_put index_put_ linalg_cross
     nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce

@@ -6,9 +6,11 @@ autograd differentiates. ``choose_backend`` selects one for a device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,16 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.ops import having
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, flat_pair, rounded_components
 from ampaudit.run.program import Step, widened_tensor
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.opnames import base_name, is_view, mutated_arguments, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
 
 __all__ = [
@@ -99,6 +103,10 @@ class Backend:
         """Return the step's result with the graph that autograd differentiates for this backend."""
         return step.target(*args, **kwargs)
 
+    def deriving(self, step: Step) -> AbstractContextManager[Any]:
+        """Return the context in which autograd computes the gradients of the step's inputs."""
+        return contextlib.nullcontext()
+
 
 class Float32Backend(Backend):
     """The reference: every 16-bit dtype of the graph becomes float32."""
@@ -145,6 +153,12 @@ class Emulated(Backend):
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
             return step.target(*args, **kwargs)
+
+    def deriving(self, step: Step) -> AbstractContextManager[Any]:
+        """Round each op of a derivative that is a formula of several."""
+        op, dtype = overload_of(step.target), step.dtypes[0]
+        by_parts = op is not None and base_name(op).rstrip("_") in having("derived_by_parts")
+        return _RoundedOps(dtype) if by_parts and dtype in LOW_PRECISION_DTYPES else contextlib.nullcontext()
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in float32 and round its 16-bit outputs; mutated arguments are rounded in place."""
@@ -258,6 +272,21 @@ def _round_blocks(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) 
         part = source[start : start + BLOCK]
         target[start : start + BLOCK].copy_(scratch[: part.numel()].copy_(part))
     return into
+
+
+class _RoundedOps(TorchDispatchMode):
+    """Rounds the result of every op."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_view(func) or not isinstance(result, torch.Tensor) or result.dtype is not torch.float32:
+            return result
+        low = rounded(result, self._dtype)
+        return result.copy_(low) if mutated_arguments(func) else low
 
 
 def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

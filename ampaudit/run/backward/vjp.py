@@ -77,12 +77,13 @@ def vjp(
     ]
     if not pairs:
         return [None] * len(nodes)
-    results = torch.autograd.grad(
-        [output for output, _ in pairs],
-        [leaves[node] for node in nodes],
-        [gradient for _, gradient in pairs],
-        allow_unused=True,
-    )
+    with backend.deriving(step):
+        results = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [leaves[node] for node in nodes],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
     # an embedding may return a sparse gradient, with the same numbers
     return [g.to_dense() if g is not None and g.is_sparse else g for g in results]
 

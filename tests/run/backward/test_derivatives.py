@@ -1,0 +1,97 @@
+"""Derivatives that are formulas of several ops round as often as torch's own do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.core.ops import having
+from tests.support.wrap import Wrap
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# each with the size of its operands, and whether its derivative leaves the range of float16
+CASES: dict[str, tuple[Function, float, bool]] = {
+    "acos": (lambda w, x: torch.acos(w), 0.5, False),
+    "acosh": (lambda w, x: torch.acosh(w.abs() + 2), 100, False),
+    "addcdiv": (lambda w, x: torch.addcdiv(x, torch.ones_like(x), w, value=1e-5), 2e-4, True),
+    "asin": (lambda w, x: torch.asin(w), 0.5, False),
+    "asinh": (lambda w, x: torch.asinh(w), 10, False),
+    "atan": (lambda w, x: torch.atan(w), 10, False),
+    "atan2": (lambda w, x: torch.atan2(w, x), 10, False),
+    "atanh": (lambda w, x: torch.atanh(w), 0.5, False),
+    "div": (lambda w, x: torch.ones_like(x) / w * 1e-5, 3e-3, True),
+    "hypot": (lambda w, x: torch.hypot(w, x), 100, False),
+    "linalg_vector_norm": (lambda w, x: torch.linalg.vector_norm(w, 4, dim=-1), 300, True),
+    "norm": (lambda w, x: torch.norm(w, 3, dim=-1), 1000, True),
+    "pow": (lambda w, x: w.abs().pow(-0.5) * 1e-4, 1e-4, True),
+    "reciprocal": (lambda w, x: w.reciprocal() * 1e-5, 1e-3, True),
+    "rsqrt": (lambda w, x: w.abs().rsqrt() * 1e-4, 1e-4, True),
+    "sqrt": (lambda w, x: w.abs().sqrt(), 1e-3, False),
+    "std": (lambda w, x: w.std(-1), 100, False),
+    "tan": (lambda w, x: torch.tan(w) * 1e-3, 1, False),
+    "var": (lambda w, x: w.var(-1), 10, False),
+}
+
+
+def test_every_op_that_is_derived_by_parts_has_a_case() -> None:
+    assert set(CASES) == having("derived_by_parts")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_leave_the_range_where_those_of_torch_do(name: str) -> None:
+    function, size, broken = CASES[name]
+    torch.manual_seed(0)
+    weight, x = ((0.3 + torch.rand(4, 8)) * size for _ in range(2))
+    model: Any = Wrap(lambda m, x: function(m.a.weight, x), a=nn.Linear(8, 4, bias=False))
+    with torch.no_grad():
+        model.a.weight.copy_(weight)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.float().sum()
+
+    half: Any = copy.deepcopy(model).half()
+    loss(half(x.half())).backward()
+    loss(model(x)).backward()
+    expected, exact = half.a.weight.grad.float(), model.a.weight.grad
+    model.zero_grad()
+    report = ampaudit.scan(model, x, policy="half", backward=True, loss=loss, loss_scale=1.0)
+    assert report.backward is not None
+    assert bool(exact.abs().max() < 60000)
+    assert broken != bool(expected.isfinite().all())
+    origins = [finding for finding in report.findings if finding.code == "AMP701"]
+    assert bool(origins) == broken
+    if broken:
+        assert "no loss scale cures it" in origins[0].advice
+        return
+    (row,) = report.backward.parameters
+    accuracy = 10 * torch.log10(exact.square().sum() / (exact - expected).square().sum())
+    assert row.gradient.sqnr_db == pytest.approx(float(accuracy), abs=4)
+
+
+def test_no_loss_scale_suits_a_norm_of_small_values_in_half() -> None:
+    """The derivative of ``rsqrt`` cubes its result, which float16 holds up to 40."""
+
+    def normalized(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        result: torch.Tensor = m.b(y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5))
+        return result
+
+    torch.manual_seed(0)
+    model = Wrap(normalized, a=nn.Linear(16, 16, bias=False), b=nn.Linear(16, 4))
+    x = torch.randn(32, 16) * 0.02
+    half: Any = copy.deepcopy(model).half()
+    half(x.half()).float().square().mean().backward()
+    assert not half.a.weight.grad.isfinite().any()
+    for scale in (1.0, 1024.0):
+        report = ampaudit.scan(
+            model, x, policy="half", backward=True, loss=lambda y: y.float().square().mean(), loss_scale=scale
+        )
+        assert [f.op for f in report.findings if f.code == "AMP701"] == ["aten.rsqrt.default"]
+        assert report.exit_code == 1
