@@ -179,7 +179,7 @@ def _call_whole(
 
     ``gradients`` are those of the differentiable outputs, ``None`` where there is none.
     """
-    leaves = [v.detach().clone().requires_grad_(v.is_floating_point()) for v in values]
+    leaves = [v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex()) for v in values]
     args: list[Any] = list(call.args)
     for place, leaf in zip(call.tensors, leaves, strict=True):
         args[place] = leaf

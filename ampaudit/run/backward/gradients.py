@@ -28,6 +28,8 @@ from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.measure import (
     BLOCK,
     FIELDS,
+    as_complex,
+    components,
     fetch,
     flat_pair,
     measure_cpu,
@@ -296,12 +298,12 @@ class RepairingObserver(GradientObserver):
         # the nodes whose gradients the op received
         sources = marked_values(step.node) if is_mark(step.target) else [step.node]
         behind = not self._beyond.isdisjoint(sources)
-        wrong = wrong_elements(*pair)
+        wrong = _wrong(pair)
         if wrong is not None:
             self._repair(of, pair, wrong)
             if not behind:
                 self._note(step.node, of, fault)
-        elif behind and bool(pair[0].abs().nan_to_num().amax() > self.limit):
+        elif behind and bool(components(pair[0]).abs().nan_to_num().amax() > self.limit):
             self._beyond.add(of)
         if wrong is None and self._followed.isdisjoint(sources):
             return pair[1]
@@ -310,7 +312,7 @@ class RepairingObserver(GradientObserver):
 
     def observe_sum(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
         """Repair a sum: that of finite shares may be infinite, as may the scaled loss itself."""
-        wrong = wrong_elements(*pair)
+        wrong = _wrong(pair)
         if wrong is not None:
             if node not in self._beyond:
                 self._note(node, node)
@@ -342,7 +344,15 @@ class RepairingObserver(GradientObserver):
         self.inner.meter.wrong(self.names.name_or_source(of), infinite=bad - nan, nan=nan)
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
-        return self.represent(pair[0].clamp(-self.limit, self.limit), of).to(pair[1].dtype)
+        clamped = components(pair[0]).clamp(-self.limit, self.limit)
+        whole = as_complex(clamped) if pair[0].is_complex() else clamped
+        return self.represent(whole, of).to(pair[1].dtype)
+
+
+def _wrong(pair: GradientPair) -> torch.Tensor | None:
+    """Return the wrong elements, if any; one component of a complex number is enough."""
+    wrong = wrong_elements(*map(components, pair))
+    return wrong.any(-1) if wrong is not None and pair[0].is_complex() else wrong
 
 
 def _adds(node: fx.Node, term: fx.Node) -> bool:
@@ -437,6 +447,7 @@ class GradientMeter:
             return
         if value.dtype != reference.dtype:
             value = value.to(reference.dtype)
+        reference, value = components(reference), components(value)
         earlier = self._known.get(id(value))
         if earlier is None or earlier[0] is not reference:
             measured = self._measured(*flat_pair(reference, value))

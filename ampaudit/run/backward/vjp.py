@@ -84,8 +84,13 @@ def vjp(
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-    # an embedding may return a sparse gradient, with the same numbers
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in results]
+    return [None if g is None else _plain(g) for g in results]
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with its numbers in memory: not sparse, as of an embedding, and not conjugated."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.resolve_conj().resolve_neg()
 
 
 def _by_formula(
@@ -271,7 +276,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
         if unseen_write(step) and step.node.all_input_nodes[0] in reached:
             reached.add(step.node)
         passes = step.differentiable and str(step.target) not in DETACH_OPS
-        floats = any(d is not None and d.is_floating_point for d in step.dtypes)
+        floats = any(d is not None and (d.is_floating_point or d.is_complex) for d in step.dtypes)
         if passes and floats and any(used in reached for used in step.node.all_input_nodes):
             reached.add(step.node)
     return frozenset(reached)
