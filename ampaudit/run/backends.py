@@ -165,10 +165,10 @@ class Emulated(Backend):
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
         if step.gives_way:
-            # round the 0-dimensional tensors that type promotion converts to 16 bits
+            # round what type promotion converts to 16 bits
             low, dtype = step.gives_way, step.computing
-            args = tuple(rounded(value, dtype) if at in low else value for at, value in enumerate(args))
-            kwargs = {name: rounded(v, dtype) if name in low else v for name, v in kwargs.items()}
+            args = tuple(rounded(_float(v), dtype) if at in low else v for at, v in enumerate(args))
+            kwargs = {name: rounded(_float(v), dtype) if name in low else v for name, v in kwargs.items()}
         result = step.target(*args, **kwargs)
         if step.mutates:
             nodes = step.written(step.node.args, dict(step.node.kwargs))
@@ -239,6 +239,10 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if tensor.dtype is not torch.float32:
         return tensor.to(dtype).float()
     return _round_blocks(tensor, torch.empty_like(tensor), dtype)
+
+
+def _float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() else tensor.float()
 
 
 def _round_result(tensor: torch.Tensor, dtype: torch.dtype | None, args: Iterable[Any]) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Step:
         float32_arguments: ``args`` and ``kwargs`` with every 16-bit dtype constant replaced by float32.
         emulated_arguments: The same with the numbers that a kernel for 16-bit tensors reads.
         computing: The 16-bit dtype to which operands are converted, if any.
-        gives_way: Positions and names of the 0-dimensional tensors that are converted to ``computing``.
+        gives_way: Positions and names of the tensors that are converted to ``computing``.
         dtypes: Dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors.
         mutates: Positions of the arguments that it writes to.
         updates: Positions and dtypes of written arguments other than its result (running statistics).

@@ -158,9 +158,13 @@ def computing_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def gives_way(value: Any, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor that is converted to the dtype of those with dimensions."""
-    scalar = isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point()
-    return scalar and value.dtype != dtype
+    """Return whether a value is a tensor that is converted to the dtype of the floats with dimensions.
+
+    Integers are, and floats without dimensions.
+    """
+    if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.bool) or value.is_complex():
+        return False
+    return not value.ndim or not value.is_floating_point()
 
 
 def converted_numbers(

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import ampaudit
 from ampaudit.run.low_precision import call_in_low_precision
 from tests.support.native import emulated
+from tests.support.wrap import Wrap
 
 aten = torch.ops.aten
 DTYPES = [torch.float16, torch.bfloat16]
@@ -115,3 +118,37 @@ def test_what_a_kernel_calls_is_treated_alike() -> None:
     x = torch.tensor([1.0]).half()
     assert not call_in_low_precision(aten.gt.Scalar, (x, 0.9999), {}).any()
     assert call_in_low_precision(aten.gt.Scalar, (x.float(), 0.9999), {}).all()
+
+
+WITH_INTEGERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mul": lambda x, n: x * n,
+    "div": lambda x, n: x / n,
+    "divided": lambda x, n: n / x,
+    "sub": lambda x, n: n - x,
+    "maximum": torch.maximum,
+    "where": lambda x, n: torch.where(x > 0, n, x),
+    "lt": lambda x, n: (x * 5000 < n) * x,
+    "atan2": lambda x, n: torch.atan2(n, x),
+    "clamp": lambda x, n: torch.clamp(x * 5000, max=n),
+    "in place": lambda x, n: x.clone().mul_(n),
+    "inside": lambda x, n: torch.isclose(x * 5001, n * x) * x,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WITH_INTEGERS)
+def test_integers_are_converted(name: str, dtype: torch.dtype) -> None:
+    """A float16 kernel reads 5,001 as 5,000, and 70,000 as infinity."""
+    function = WITH_INTEGERS[name]
+    x = torch.linspace(-2, 3, 40).reshape(8, 5).to(dtype)
+    for numbers in (torch.tensor([5001, 2049, 3, -4097, 259]), torch.tensor([70000, 1, 2, 3, 4])):
+        value, expected = audited(lambda y, n=numbers: function(y, n), x, dtype), function(x, numbers)
+        torch.testing.assert_close(value.to(dtype), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_an_integer_that_becomes_infinite_is_an_overflow() -> None:
+    counts = torch.tensor([70000, 1, 2, 3])
+    report = ampaudit.scan(
+        Wrap(lambda m, x: x * counts, a=nn.Identity()), torch.rand(2, 4), policy="half", prove=True
+    )
+    assert [finding.op for finding in report.findings if finding.severity == "error"] == ["aten.mul.Tensor"]
