@@ -93,7 +93,7 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
     Dynamic programming over the ends; the starts that fit one end are a window that only moves on, and its
     cheapest start is the first of a monotonic queue: linear in the number of groups.
     """
-    least = max(_bytes_of(group.weights, sizes) + group.peak for group in groups)
+    least = max((_bytes_of(group.weights, sizes) + group.peak for group in groups), default=0)
     if least > limit:
         raise UsageError(
             f"--memory {format_bytes(limit)} is too little: the largest group of ops needs "

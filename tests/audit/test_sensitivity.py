@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import CouldNotAudit, UsageError
 from ampaudit.render.render import as_file
 from tests.support.paths import ROOT
+from tests.support.wrap import Wrap
 
 ENCODER = ROOT / "examples" / "attention_scores.py"
 
@@ -76,3 +78,15 @@ def test_several_policies_show_a_ranking_each() -> None:
     text = as_file(both, "text")
     for policy in ("half", "torch-cuda"):
         assert f"{policy}: Sources of error in the outputs" in text
+
+
+def test_ignored_classes_beside_weights_of_classes() -> None:
+    """Torch's own decomposition reads the weight of the class -100."""
+    classes, weight = torch.tensor([1, 2, -100, 0]), torch.arange(1.0, 9)
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m.a(x), classes, weight=weight.to(x.dtype), label_smoothing=0.1)
+
+    model = Wrap(forward, a=nn.Linear(8, 8)).eval()
+    report = ampaudit.scan(model, torch.randn(4, 8), policy="half", sensitivity=True)
+    assert report.exit_code == 0

@@ -381,3 +381,8 @@ def test_a_state_that_reads_beyond_its_memory_is_refused(program: Program) -> No
 def test_bytes_that_are_no_state_are_refused(program: Program, data: bytes) -> None:
     with pytest.raises(InputError, match="it is not a state of this audit"):
         unpack_state(data, program, CPU, "it")
+
+
+def test_a_model_without_ops_fits_any_memory() -> None:
+    report = ampaudit.scan(torch.nn.Identity(), torch.randn(2, 4), policy="half", memory="1KB")
+    assert report.exit_code == 0

@@ -7,6 +7,7 @@ product yields the terms of all values, and of all casts of a value for one of i
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,8 @@ def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if op in decomposition_table:  # on copies, since running statistics are written to
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        return decomposition_table[op](*args, **kwargs)
+        with contextlib.suppress(IndexError):  # an ignored class is no index of the classes' weights
+            return decomposition_table[op](*args, **kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in leaves]
     for index, value in enumerate(leaves):
