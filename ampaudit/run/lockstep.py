@@ -212,7 +212,8 @@ class LockStep:
                     self.weights.free(node.name, None if pair is None else pair[0])
             del references
             state.group += 1
-        self.buffers = state.buffers
+        last = {node: self._value(value, values) for node, value in self.program.updated.items()}
+        self.buffers = state.buffers | last
         return [self._value(node, values) for node in self.program.outputs]
 
     def _references(

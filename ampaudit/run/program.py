@@ -17,7 +17,7 @@ from ampaudit.core.errors import first_line
 from ampaudit.core.ops import having
 from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.trace.flow import StackChoice, stack_choices
-from ampaudit.trace.functional import OnCopy, for_any_strides, overload_of
+from ampaudit.trace.functional import LAST_VALUES, OnCopy, for_any_strides, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
     argument_names,
@@ -206,6 +206,7 @@ class Program:
         written: Nodes whose memory some step writes to, or that may share such memory.
         writers: The memory that a node, also that of the outputs, reads by another name than those of all
             writes to it, such as that of a view; and of memory the last write, and what it was before.
+        updated: The last value of each buffer that a graph without writes in place computes anew.
         parameter_free: Nodes that do not depend on a parameter.
     """
 
@@ -216,6 +217,7 @@ class Program:
     outputs: tuple[fx.Node, ...]
     written: frozenset[fx.Node]
     writers: Mapping[Value, tuple[Value, ...]]
+    updated: Mapping[fx.Node, fx.Node]
     parameter_free: frozenset[fx.Node]
 
     @property
@@ -244,7 +246,10 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
     """
     graph, sites = traced.graph, traced.site_of_node
     outputs = tuple(graph.output_node().all_input_nodes)
-    frees = _last_uses(graph, frozenset(outputs))
+    buffers = {place.node for place in traced.placeholders if place.slot is Slot.BUFFER}
+    last = graph.output_node().meta.get(LAST_VALUES, {})
+    updated = {node: value for node, value in last.items() if node.name in buffers}
+    frees = _last_uses(graph, frozenset((*outputs, *updated.values())))
     choices = stack_choices(traced)
     steps = tuple(
         _compile_step(node, sites.get(node.name), frees.get(node, ()), device, choices.get(node))
@@ -260,6 +265,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         outputs=outputs,
         written=written_nodes,
         writers=writers,
+        updated=updated,
         parameter_free=_parameter_free(traced),
     )
 

@@ -32,7 +32,7 @@ from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.program import Step
 from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.flatten import VALUE_READ, mark_number, marked_values
-from ampaudit.trace.functional import overload_of
+from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
@@ -317,6 +317,13 @@ _ARITHMETIC = having("arithmetic") | {"batch_norm", "instance_norm", "_native_ba
 def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
     """Return the last op that computes a new value for a buffer, or for a view of it."""
     aliases, writer = {buffer}, None
+    value = executor.program.updated.get(buffer)
+    if value is not None:
+        while isinstance(value.target, WriteThrough):  # what it writes into a part
+            value = value.all_input_nodes[-1]
+        site, op = executor.program.traced.site_of_node.get(value.name), overload_of(value.target)
+        computes = op is not None and base_name(op).rstrip("_") in _ARITHMETIC
+        return site.id if site is not None and computes else None
     for step in executor.program.steps:
         targets = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
         if step.site is not None and any(node in aliases for node in targets):

@@ -23,6 +23,7 @@ from ampaudit.trace.values import SharedMemory
 
 __all__ = [
     "DETACH_OPS",
+    "LAST_VALUES",
     "OnCopy",
     "WriteThrough",
     "for_any_strides",
@@ -31,6 +32,8 @@ __all__ = [
     "writes_in_place",
 ]
 
+# on the output of a functionalized graph: the last value of each node that the model writes to
+LAST_VALUES = "ampaudit_last_values"
 # ops that gradients do not pass
 DETACH_OPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
 aten = torch.ops.aten
@@ -113,7 +116,10 @@ class _Rewriter:
                 for base, version in self._versions.items():
                     if version and base.name in buffers:
                         self.graph.call_function(_set_buffer, (self._inputs[base], self._now[base]))
-                self.graph.output(fx.node.map_arg(node.args[0], self._value))
+                output = self.graph.output(fx.node.map_arg(node.args[0], self._value))
+                output.meta[LAST_VALUES] = {
+                    self._inputs[base]: self._now[base] for base, version in self._versions.items() if version
+                }
             elif writes_in_place(node) and _as_view(node.target) is None:
                 self._write(node)
             elif node.target is FUNCTION_OUTPUTS:

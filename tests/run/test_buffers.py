@@ -197,3 +197,39 @@ def test_float32_statistics_leave_the_headroom_of_a_result_in_16_bits() -> None:
     assert site.precision == "float16"
     assert site.headroom_bits is not None
     assert site.headroom_bits > 12
+
+
+def count_in_place(m: Any) -> None:
+    m.count += 1
+
+
+def count_in_a_part(m: Any) -> None:
+    m.counts[0] += 1
+
+
+def count_by_a_new_value(m: Any) -> None:
+    m.count = m.count + 1
+
+
+@pytest.mark.parametrize("count", [count_in_place, count_in_a_part, count_by_a_new_value])
+@pytest.mark.parametrize("option", ["sensitivity", "backward"])
+def test_graphs_without_writes_know_which_counters_stall(count: Callable[[Any], None], option: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.register_buffer("count", torch.tensor(2048.0))
+            self.register_buffer("counts", torch.full((2, 3), 2048.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count(self)
+            y: torch.Tensor = self.a(x)
+            return y
+
+    options: dict[str, Any] = {"loss": lambda y: y.mean(), "loss_scale": 1.0} if option == "backward" else {}
+    model, x = Counts().eval(), torch.randn(2, 4)
+    plain = ampaudit.scan(model, x, policy="half")
+    report = ampaudit.scan(model, x, policy="half", **{option: True}, **options)
+    (expected,) = (f for f in plain.findings if f.code == "AMP210")
+    (found,) = (f for f in report.findings if f.code == "AMP210")
+    assert (found.site, found.cause, found.severity) == (expected.site, expected.cause, "error")
