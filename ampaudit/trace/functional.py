@@ -32,11 +32,13 @@ __all__ = [
     "writes_in_place",
 ]
 
+aten = torch.ops.aten
+# views that autograd takes for values of their own, so that a write to one would not reach the whole
+_UNTRACKED = (aten.unsafe_chunk.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 # on the output of a functionalized graph: the last value of each node that the model writes to
 LAST_VALUES = "ampaudit_last_values"
 # ops that gradients do not pass
 DETACH_OPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
-aten = torch.ops.aten
 _BY_SIZES = {
     aten.view_as.default: aten.view.default,
     aten.reshape_as.default: aten.reshape.default,
@@ -229,12 +231,20 @@ class WriteThrough:
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the changed copy."""
+        if any(target in _UNTRACKED for target, _, _ in self._chain):
+            places = self._part(torch.arange(base.numel(), device=base.device).view(base.shape))
+            values = value.to(base.dtype).expand(places.shape).reshape(-1)
+            return base.reshape(-1).scatter(0, places.reshape(-1), values).view(base.shape)
         whole = base.clone()
+        self._part(whole).copy_(value)
+        return whole
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
         part: Any = whole
         for target, args, kwargs in self._chain:
             part = target(part, *args, **kwargs)
-        part.copy_(value)
-        return whole
+        result: torch.Tensor = part
+        return result
 
 
 def writes_in_place(node: fx.Node) -> bool:
