@@ -178,7 +178,8 @@ class OutputAccuracy:
         site: Site that computes it.
         sqnr_db: Signal-to-noise ratio against FP32 in dB; for integers, 20 log10(1 / share that differs).
             Null if both agree exactly, or if ``problem`` says why there is no number.
-        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (including booleans).
+        kind: ``float`` (also integers of 8 and 16 bits), ``complex`` (two floats per element) or ``integer``
+            (also booleans).
         differing: Number of integers that differ.
         problem: Reason why a wrong output has no accuracy; empty for other outputs.
         variation_db: Signal-to-noise ratio in dB without the mean, of the output or of its rows, whichever is

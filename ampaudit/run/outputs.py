@@ -29,6 +29,7 @@ MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 FLAT = 2.0**-16  # relative to the mean; smaller variation is amplified rounding of FP32 itself
 NUMBERS = 7  # per way to divide a tensor into rows: see `measure_rows`
 OutputKind = Literal["float", "complex", "integer"]
+_SHORT_INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -126,7 +127,8 @@ class OutputComparison:
     """One output of one batch compared with FP32.
 
     Attributes:
-        kind: Kind of its elements; booleans count as integers, and a complex number as two floats.
+        kind: Kind of its elements; booleans count as integers, a complex number as two floats, and integers
+            of 8 and 16 bits as floats: they are numbers, as in images and sound, and no choices.
         batch: Number of the batch.
         elements: Number of elements compared.
         err_sq: Sum of (value - reference)^2 over finite pairs.
@@ -179,7 +181,8 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     comparisons: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, torch.Size, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
-        kind = output_kind(value if reference is None else reference)
+        tensor = value if reference is None else reference
+        kind = "float" if tensor.dtype in _SHORT_INTEGERS else output_kind(tensor)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             comparisons[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)

@@ -55,6 +55,36 @@ def test_the_variation_leaves_the_mean_out() -> None:
     assert seen.accuracy_db > 50
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_short_integers_are_numbers(dtype: torch.dtype) -> None:
+    reference = torch.arange(-100, 100).abs().to(dtype)
+    off_by_one = _one(reference, reference + 1)
+    signal = sum(n * n for n in map(int, reference))
+    assert (off_by_one.kind, off_by_one.differing) == ("float", 0)
+    assert off_by_one.accuracy_db == pytest.approx(10 * math.log10(signal / 200))
+    assert _one(reference.to(torch.int64), reference.to(torch.int64) + 1).accuracy_db == 0.0
+
+
+def test_pixels_may_be_off_by_one() -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.sigmoid(self.layer(x)) * 255).round().to(torch.uint8)
+
+    torch.manual_seed(0)
+    model, x = Image(), torch.randn(8, 64)
+    report = scan(model, x, policy="half", dtype="bfloat16")
+    native = model.bfloat16()(x.bfloat16()).double()
+    model.float()
+    assert (native != model(x)).double().mean() > 0.1
+    assert report.verdict == "pass"
+    assert report.outputs[0].sqnr_db is not None
+    assert report.outputs[0].sqnr_db > 40
+
+
 def test_integers_are_counted_and_complex_numbers_are_pairs() -> None:
     counted = _one(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4]))
     assert (counted.kind, counted.differing) == ("integer", 1)
