@@ -34,19 +34,6 @@ _SHARDED = script_of(
     "            self.scaler.step(self.opt)",
     "            self.scaler.update()",
 )
-_PAIRED = script_of(
-    "def train(loader):",
-    "    a, b = nn.Conv2d(3, 3, 1), nn.Linear(4, 4)",
-    "    opt_a, opt_b = torch.optim.SGD(a.parameters()), torch.optim.SGD(b.parameters())",
-    "    scaler = torch.amp.GradScaler('cuda')",
-    "    for x, y in loader:",
-    "        opt_b.zero_grad()",
-    "        with torch.autocast('cuda', dtype=torch.float16):",
-    "            loss = F.mse_loss(b(x), y)",
-    "        scaler.scale(loss).backward()",
-    "        scaler.step(<>)",
-    "        scaler.update()",
-)
 _AVERAGED = script_of(
     "class Average:",
     "    def __init__(self, model):",
@@ -211,7 +198,6 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         "    if not torch.isnan(norm):\n        scaler.step(optimizer)\n    scaler.update()\n"
         "    optimizer.zero_grad()",
     ),
-    "AMP829": (PLAIN, _PAIRED.replace("<>", "opt_a"), _PAIRED.replace("<>", "opt_b")),
     "AMP839": (
         TRAINER,
         "if self.mixed:\n"

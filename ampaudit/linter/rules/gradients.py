@@ -64,20 +64,6 @@ def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]
             )
 
 
-@rule("AMP829", ScalerStep)
-def _other_models(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
-    contributions, models = flow.state.gradients.known, event.target.models if event.target else None
-    if not contributions or not models or not event.optimizer or event.value.enabled is False:
-        return
-    if all(item.models is not None and _are_distinct(item.models, models) for item in contributions):
-        yield Mistake(
-            event.node,
-            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds no "
-            "gradients to check, and raises",
-            "step the optimizer whose model the loss is computed with",
-        )
-
-
 def _are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
     """Return whether none of some models can be one of others, or a part of one.
 
