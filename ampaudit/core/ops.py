@@ -133,6 +133,10 @@ rounds_inside: cdist einsum rnn_relu_cell rnn_tanh_cell
 derived_by_parts: acos acosh addcdiv asin asinh atan atan2 atanh div hypot linalg_vector_norm norm pow
     reciprocal rsqrt sqrt std tan var
 
+# The result has the shape of the first argument and does not depend on its values.
+reads_shape: empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like
+    randint_like randn_like zeros_like
+
 # The kernel computes in the tensor's own type on every device, or reads its bits or its limits.
 own_type: _index_put_impl_ addr addr_ cross floor_divide floor_divide_ index_put index_put_ linalg_cross
     nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce

@@ -13,14 +13,15 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.core.ops import having
 from ampaudit.run.backends import Backend
 from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import Observer, Pair, StepCall, WrappedObserver
 from ampaudit.run.program import Program, Step
 from ampaudit.trace.flatten import FUNCTION_INPUTS, FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
-from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough, overload_of
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.opnames import named_arguments
+from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = ["Tape", "TapeEntry", "needs_gradient", "vjp"]
 
@@ -88,7 +89,12 @@ def vjp(
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its numbers in memory: not sparse, as of an embedding, and not conjugated."""
+    """Return a gradient with its numbers in memory: not sparse, as of an embedding, and not conjugated.
+
+    That of ``sgn`` is a tensor of zeros without memory.
+    """
+    if gradient._is_zerotensor():
+        return torch.zeros_like(gradient)
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return dense.resolve_conj().resolve_neg()
 
@@ -275,7 +281,9 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             continue
         if unseen_write(step) and step.node.all_input_nodes[0] in reached:
             reached.add(step.node)
-        passes = step.differentiable and str(step.target) not in DETACH_OPS
+        op = overload_of(step.node.target)  # that of the step fills what "empty" makes
+        cut = op is not None and base_name(op) in having("reads_shape")
+        passes = step.differentiable and str(step.target) not in DETACH_OPS and not cut
         floats = any(d is not None and (d.is_floating_point or d.is_complex) for d in step.dtypes)
         if passes and floats and any(used in reached for used in step.node.all_input_nodes):
             reached.add(step.node)

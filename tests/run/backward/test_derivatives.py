@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ampaudit
@@ -73,6 +74,39 @@ def test_derivatives_leave_the_range_where_those_of_torch_do(name: str) -> None:
     (row,) = report.backward.parameters
     accuracy = 10 * torch.log10(exact.square().sum() / (exact - expected).square().sum())
     assert row.gradient.sqnr_db == pytest.approx(float(accuracy), abs=4)
+
+
+UNDERIVED: dict[str, Function] = {
+    "the shape of a class weight": lambda w, x: F.cross_entropy(
+        w, torch.arange(4), weight=torch.ones_like(w[0])
+    ),
+    "a sign": lambda w, x: torch.sgn(w) * w,
+    "random slopes": lambda w, x: F.rrelu(w - x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", UNDERIVED)
+@pytest.mark.parametrize("sensitivity", [False, True])
+def test_gradients_pass_around_what_has_none(name: str, sensitivity: bool) -> None:
+    torch.manual_seed(0)
+    function = UNDERIVED[name]
+    model: Any = Wrap(lambda m, x: function(m.a.weight, x), a=nn.Linear(8, 4, bias=False))
+    x = torch.randn(4, 8)
+    report = ampaudit.scan(
+        model,
+        x,
+        policy="half",
+        backward=True,
+        sensitivity=sensitivity,
+        loss=lambda y: y.mean(),
+        loss_scale=1.0,
+    )
+    assert report.verdict == "pass"
+    assert report.backward is not None
+    (row,) = report.backward.parameters
+    if name != "random slopes":
+        model(x).mean().backward()
+        assert row.gradient.peak == pytest.approx(float(model.a.weight.grad.abs().max()), rel=1e-5)
 
 
 def test_no_loss_scale_suits_a_norm_of_small_values_in_half() -> None:
