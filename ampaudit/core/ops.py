@@ -129,9 +129,17 @@ one_kernel: adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive
 # Ops among those above whose parts nevertheless round several times on every device.
 rounds_inside: cdist einsum rnn_relu_cell rnn_tanh_cell
 
-# The derivative is a formula of several ops, each of which rounds: that of rsqrt cubes the result.
-derived_by_parts: acos acosh addcdiv asin asinh atan atan2 atanh div hypot linalg_vector_norm norm pow
-    reciprocal rsqrt sqrt std tan var
+# Composite ops among those above whose derivative is a formula of several ops, each of which rounds.
+derived_by_parts: binary_cross_entropy_with_logits divide divide_ einsum max min multiply multiply_ outer
+    square std std_mean true_divide true_divide_ var var_mean
+
+# On CUDA the derivative is one kernel, although a CPU may call several ops.
+derived_in_one_kernel: _fused_rms_norm _thnn_fused_gru_cell _thnn_fused_lstm_cell native_batch_norm
+    native_group_norm native_layer_norm
+
+# The kernel of the derivative computes in the tensor's own type on every device.
+derived_in_own_type: binary_cross_entropy_backward huber_loss_backward mse_loss_backward
+    smooth_l1_loss_backward
 
 # The result has the shape of the first argument and does not depend on its values.
 reads_shape: empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like

@@ -27,7 +27,7 @@ from ampaudit.run.measure import BLOCK, flat_pair, rounded_components
 from ampaudit.run.program import Step, widened_tensor
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.opnames import base_name, is_view, mutated_arguments, named_arguments
+from ampaudit.trace.opnames import base_name, is_foreign, is_view, mutated_arguments, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
 
 __all__ = [
@@ -155,10 +155,11 @@ class Emulated(Backend):
             return step.target(*args, **kwargs)
 
     def deriving(self, step: Step) -> AbstractContextManager[Any]:
-        """Round each op of a derivative that is a formula of several."""
+        """Round each op of the derivative, which may be a formula of several."""
         op, dtype = overload_of(step.target), step.dtypes[0]
-        by_parts = op is not None and base_name(op).rstrip("_") in having("derived_by_parts")
-        return _RoundedOps(dtype) if by_parts and dtype in LOW_PRECISION_DTYPES else contextlib.nullcontext()
+        if op is None or dtype not in LOW_PRECISION_DTYPES or not _derived_by_parts(op):
+            return contextlib.nullcontext()
+        return _RoundedOps(dtype)
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in float32 and round its 16-bit outputs; mutated arguments are rounded in place."""
@@ -278,6 +279,13 @@ def _round_blocks(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) 
     return into
 
 
+@functools.cache
+def _derived_by_parts(op: OpOverload) -> bool:
+    """Return whether every op of the derivative rounds, as it does unless CUDA has one kernel for it."""
+    whole = having("one_kernel", "derived_in_one_kernel") - having("derived_by_parts")
+    return not is_foreign(op) and base_name(op) not in whole
+
+
 class _RoundedOps(TorchDispatchMode):
     """Rounds the result of every op."""
 
@@ -286,9 +294,14 @@ class _RoundedOps(TorchDispatchMode):
         self._dtype = dtype
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if base_name(func) in having("derived_in_own_type"):
+            args = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._dtype), args)
+            return func(*args, **(kwargs or {})).float()
         result = func(*args, **(kwargs or {}))
         if is_view(func) or not isinstance(result, torch.Tensor) or result.dtype is not torch.float32:
             return result
+        if result.is_sparse:
+            return result  # it is rounded once it is dense
         low = rounded(result, self._dtype)
         return result.copy_(low) if mutated_arguments(func) else low
 

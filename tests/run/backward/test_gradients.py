@@ -449,14 +449,15 @@ def test_frozen_and_unused_parameters_are_named() -> None:
     assert [f.layer for f in report.findings if f.code == "AMP705"] == ["spare"]
 
 
-def test_sparse_gradients_are_measured_like_dense_ones() -> None:
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+def test_sparse_gradients_are_measured_like_dense_ones(policy: str) -> None:
     def model(sparse: bool) -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Embedding(20, WIDTH, sparse=sparse), nn.Linear(WIDTH, 4))
 
     ids = torch.randint(0, 20, (3, 5))
     found: Sequence[Any] = [
-        ampaudit.scan(model(sparse), ids, policy="torch-cuda", backward=True, loss=classes).backward
+        ampaudit.scan(model(sparse), ids, policy=policy, backward=True, loss=classes).backward
         for sparse in (True, False)
     ]
     assert found[0].parameters == found[1].parameters
