@@ -169,7 +169,8 @@ class Fp32Check:
 
 def _differences(pairs: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:
     differences = [_difference(name, pair, fp32.get(name)) for name, pair in pairs.items()]
-    only = (name for name in fp32 if name not in pairs)
+    matched = {id(fp32[name]) for name in pairs if name in fp32}
+    only = (name for name, tensor in fp32.items() if name not in pairs and id(tensor) not in matched)
     return [*differences, *(OutputDifference(name, problem="is returned in FP32 only") for name in only)]
 
 
@@ -299,7 +300,10 @@ class EagerModel:
         number: int,
         watch: AbstractContextManager[Any] = _UNWATCHED,
     ) -> dict[str, torch.Tensor]:
-        """Return the model's outputs for a batch, by the names that a trace uses."""
+        """Return the model's outputs for a batch, by the names that a trace uses.
+
+        A tensor that occurs several times has all its names: a cast makes two of it in 16 bits only.
+        """
         if self._last is None or self._last[0] != number:
             self._last = None
             low = (tensor.dtype in LOW_PRECISION_DTYPES for tensor in named_tensors(model).values())
@@ -316,7 +320,7 @@ class EagerModel:
                 twins_checked(self._twins),
                 watch,
             ):
-                outputs = flatten_outputs(copied(*restored(args), **restored(kwargs)))
+                outputs = flatten_outputs(copied(*restored(args), **restored(kwargs)), once=False)
             self._last = number, dict(outputs)
             if self._release is not None:
                 for tensor in named_tensors(model).values():

@@ -228,22 +228,29 @@ def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
     return path if whole else layer_path(path).split("@")[0], name.rsplit(".", 1)[-1]
 
 
-def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-    """List each tensor of an output with its path, a shared tensor once; a loss comes last."""
+def flatten_outputs(output: Any, *, once: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """List each tensor of an output with its path; a loss comes last.
+
+    Args:
+        output: What the model returns.
+        once: Whether a tensor that occurs several times is listed under its first path only.
+    """
     if isinstance(output, LossAndOutput):
         others = [
-            (name, tensor) for name, tensor in flatten_outputs(output.output) if tensor is not output.loss
+            (name, tensor)
+            for name, tensor in flatten_outputs(output.output, once=once)
+            if not once or tensor is not output.loss
         ]
         return [*others, ("loss", output.loss)]
-    return _named_tensors(output, "output")
+    return _named_tensors(output, "output", once=once)
 
 
-def _named_tensors(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
-    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+def _named_tensors(value: Any, name: str, *, once: bool = True) -> list[tuple[str, torch.Tensor]]:
+    tensors: dict[int | str, tuple[str, torch.Tensor]] = {}
 
     def collect(value: Any, name: str, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            tensors.setdefault(id(value), (name, value))
+            tensors.setdefault(id(value) if once else name, (name, value))
         elif depth < _MAX_DEPTH:
             for key, child in _children(value):
                 collect(child, f"{name}{key}", depth + 1)

@@ -32,6 +32,7 @@ from ampaudit.run.runner import Runner
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.views.verdict import verdict_words
+from tests.support.wrap import Wrap, linear
 
 
 class Of(nn.Module):
@@ -653,3 +654,25 @@ def test_a_flag_of_autocast_is_noticed_where_it_is_set() -> None:
 def reads_of(function: Callable[..., Any], policy: str = "half") -> tuple[Any, ...]:
     rules = load_policy(policy)
     return trace(Of(function).eval(), (inputs(),), {}, TraceConfig(rules, rules, FLOAT16)).reads
+
+
+def test_what_is_one_tensor_in_fp32_may_be_two_in_16_bits() -> None:
+    """``y.float()`` is ``y`` in FP32, and a copy of it in float16."""
+
+    def returns_both(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = m.a(x) * (1 if x.dtype == torch.float32 else 1.0)
+        return {"logits": y.float(), "hidden": y}
+
+    report = scan(Wrap(returns_both, a=linear()), torch.randn(4, 8), policy="half")
+    assert (report.verdict, report.findings) == ("pass", ())
+    assert [output.name for output in report.outputs] == ["output.logits", "output.hidden"]
+
+
+def test_a_model_that_returns_its_loss_may_be_given_it_as_float() -> None:
+    def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = (m.a(x) * (1 if x.dtype == torch.float32 else 1.0)).square().mean()
+        return result
+
+    model, x = Wrap(loss, a=linear()), torch.randn(4, 8)
+    report = scan(model, x, policy="half", backward=True, loss=lambda y: y.float(), loss_scale=1.0)
+    assert (report.verdict, report.findings) == ("pass", ())
