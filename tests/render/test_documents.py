@@ -25,15 +25,15 @@ from ampaudit.views.scan_tables import step_section
 from tests.support.paths import ROOT
 from tests.support.saved import SAMPLES, sample, saved
 
-RENDER = ROOT / "ampaudit" / "render"
+RENDER, VIEWS = ROOT / "ampaudit" / "render", ROOT / "ampaudit" / "views"
 ALWAYS = {"text", "json", "html", "markdown"}
 WITH_FINDINGS = {"scan", "comparison", "check", "training", "lint"}
 
 
 def test_every_document_has_a_view_and_a_sample() -> None:
     assert DOCUMENTS.keys() == SAMPLES.keys()
-    modules = {path.stem for path in (RENDER / "documents").glob("[a-z]*.py")}
-    assert modules == DOCUMENTS.keys()
+    views = {path.stem for path in VIEWS.glob("*.py") if "View(View[" in path.read_text(encoding="utf-8")}
+    assert views == DOCUMENTS.keys()
     for kind in DOCUMENTS:
         assert isinstance(view_of(sample(kind)), View)
         assert type(sample(kind)) is DOCUMENTS[kind]
@@ -126,7 +126,11 @@ def questions(path: Path) -> Iterator[str]:
         yield from (n.id for n in asked if isinstance(n, ast.Name) and n.id in names)
 
 
-@pytest.mark.parametrize("path", sorted(RENDER.rglob("*.py")), ids=lambda p: str(p.relative_to(RENDER)))
+@pytest.mark.parametrize(
+    "path",
+    sorted((*RENDER.rglob("*.py"), *VIEWS.glob("*.py"))),
+    ids=lambda p: str(p.relative_to(ROOT / "ampaudit")),
+)
 def test_no_format_asks_what_kind_of_document_it_is(path: Path) -> None:
     assert list(questions(path)) == []
 
