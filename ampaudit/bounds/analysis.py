@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +147,7 @@ class _BoundPass:
         first, momentum = node.all_input_nodes[0], arguments.get("momentum")
         x = self._intervals.get(first)
         size = math.prod(x.shape) // max(x.shape[1], 1) if isinstance(x, Interval) and len(x.shape) > 1 else 0
-        once = base_name(op) == "batch_norm" and not any(map(self._written_often, statistics))
+        once = base_name(op) == "batch_norm" and all(map(self._is_own, statistics))
         convex = isinstance(momentum, int | float) and 0 <= momentum <= 1
         if not (once and convex and isinstance(x, Interval) and size > 1):
             return [math.inf]
@@ -153,18 +155,22 @@ class _BoundPass:
         peaks += [self._weights.peak_of(self._traced.tensors[each.name]) for each in statistics]
         return [peak * (1 + 2.0**-7) for peak in peaks]
 
-    def _written_often(self, statistic: fx.Node) -> bool:
-        """Return whether a statistic is no buffer of the model, or one that several ops write to."""
-        if statistic.name not in self._traced.tensors:
-            return True
-        memory, writers = self._memory.of(statistic.meta["val"]), 0
+    def _is_own(self, statistic: fx.Node) -> bool:
+        """Return whether a statistic is a buffer of the model to which one op writes."""
+        memory = self._memory.of(statistic.meta["val"])
+        return statistic.name in self._traced.tensors and all(self._writers[each] < 2 for each in memory)
+
+    @cached_property
+    def _writers(self) -> Counter[int]:
+        """How many ops write to each memory."""
+        writers: Counter[int] = Counter()
         for node in self._traced.graph.nodes:
             op = overload_of(node.target)
             if op is not None and may_write(op):
                 written = written_values(op, node.args, dict(node.kwargs))
-                nodes = [value for value in written if isinstance(value, fx.Node)]
-                writers += any(not memory.isdisjoint(self._memory.of(each.meta.get("val"))) for each in nodes)
-        return writers > 1
+                values = [value.meta.get("val") for value in written if isinstance(value, fx.Node)]
+                writers.update(frozenset().union(*map(self._memory.of, values)))
+        return writers
 
     def _apply_transfer(
         self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
