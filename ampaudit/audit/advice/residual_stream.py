@@ -55,8 +55,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 }
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 _EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
-_FILLS = having("constant")
-_SHAPES = frozenset("ones_like empty_like rand_like randn_like new_ones new_empty".split())
+_FILLS = having("constant", "reads_shape")
 _REPAIRS = 20_000  # needs met; each gives a weight its degree
 _CHANGES = 4  # of the degree of one weight
 _ENDLESS = "the search for the weights that scale the stream did not end"
@@ -452,7 +451,7 @@ def degree_of(call: ScaledCall) -> Degree:
     filled = next(call.operands("fill_value", "s"), ("", 1))[1]
     if base in having("zeros") or (base in _FILLS and filled == 0):
         return None
-    if not any(d is None or d for d in inputs) or base in _FILLS | _SHAPES:
+    if not any(d is None or d for d in inputs) or base in _FILLS:
         return 0
     if call.node.target is operator.getitem:
         source, place = call.node.args
