@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.core.text import escape_control, format_number
@@ -28,7 +27,7 @@ from ampaudit.source.onnx.names import NodeNames
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.opnames import converts
-from ampaudit.trace.values import dtype_name
+from ampaudit.trace.values import dtype_name, tensors_in
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -190,8 +189,8 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
 
 
 def _has_bfloat16(program: ExportedProgram) -> bool:
-    values = (leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
+    tensors = (tensor for node in program.graph.nodes for tensor in tensors_in(node.meta.get("val")))
+    return any(tensor.dtype is torch.bfloat16 for tensor in tensors)
 
 
 def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
