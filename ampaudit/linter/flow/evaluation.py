@@ -16,7 +16,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.objects import freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
-from ampaudit.linter.flow.syntax import dotted_name, last_component, module_of
+from ampaudit.linter.flow.syntax import dotted_name, last_component, mentions, module_of
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
@@ -339,7 +339,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
             interpreter.record(GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
-        unscales = isinstance(right, ScaleReading) or "scale" in ast.unparse(node.right).lower()
+        unscales = isinstance(right, ScaleReading) or mentions(node.right, "scale")
         return UNKNOWN if unscales else left
     for reading, factor in ((left, right), (right, left)):
         # a number times the scale, or divided by it
