@@ -93,7 +93,7 @@ def as_file(document: Renderable, form: str) -> str:
     """Return the document in a format.
 
     Args:
-        document: Renderable of any kind.
+        document: Document of any kind.
         form: Name of a format in ``FORMAT_REGISTRY``.
 
     Raises:
