@@ -184,7 +184,7 @@ def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
         if site.role in (Role.COMPUTE, Role.CAST, Role.INSERTED_CAST)
         and site.id not in table.proved
         and site.id not in context.broken_sites
-        and site.id not in context.parameter_free
+        and site.id not in context.by_design
         and context.observed(site.id).elements
     ]
     return sorted(candidates, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]

@@ -188,7 +188,7 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     shapes = [shape for shape, _ in context.flow.traced.signature]
     samples = shapes[0][0] if shapes and shapes[0] else 1
     sites = [s for s in context.low_precision_sites if s.role is not Role.WEIGHT_CAST]
-    sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
+    sites = [s for s in sites if s.id not in context.by_design]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
     peaks = {site.id: list(context.observed(site.id).batch_peaks.values()) for site in sites[:_MOST_TAILS]}

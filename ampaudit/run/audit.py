@@ -55,7 +55,7 @@ class Audit:
     record: RunRecord
     sites: tuple[Site, ...]
     converted: ConvertedModel
-    parameter_free: frozenset[str]
+    constants: frozenset[SiteId]
     promoted: tuple[SiteId, ...] = ()
     others: tuple[ConvertedModel, ...] = ()
     recorders: tuple[Recorder, ...] = ()
@@ -118,7 +118,7 @@ def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
         runner.record,
         sites,
         first,
-        frozenset(runner.executors.parameter_free),
+        runner.executors.constants,
         promoted,
         others=tuple(others),
         recorders=runner.recorders,
@@ -331,7 +331,7 @@ class _Loop:
                 record.errors[name] = comparison.err_sq, comparison.ref_sq
         record.origins = call.origins
         sites = {site.id: site for site in traced.sites}
-        exempt = self._runner.record.by_design | self._runner.executors.parameter_free
+        exempt = self._runner.record.by_design | self._runner.executors.constants
         peaks = [
             (max(row.fields["ref_peak"], row.fields["peak"]), str(row.site))
             for row in call.measured

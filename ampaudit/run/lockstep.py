@@ -317,15 +317,13 @@ class LockStep:
         """Return the values that the last run left in buffers, by name."""
         return {self._places[node.name].name: pair for node, pair in self.buffers.items()}
 
-    def placeholder_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
-        """Return the largest finite FP32 magnitude of a placeholder; 0 for integers."""
+    def placeholder(self, node: fx.Node, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """Return the value of a placeholder in FP32."""
         tensor = self.weights.all.get(node.name)
         if tensor is None:
             input_nodes = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
             tensor = inputs[input_nodes.index(node)]
-        if not tensor.is_floating_point() or not tensor.numel():
-            return 0.0
-        return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
+        return tensor.detach()
 
     def start(self, inputs: list[torch.Tensor], carried: CarriedState | None = None) -> GraphState:
         """Return the state before the first step, with the inputs in their dtypes."""

@@ -33,6 +33,7 @@ __all__ = [
     "as_complex",
     "components",
     "fetch",
+    "finite_peak",
     "flat_pair",
     "measure_any",
     "measure_cpu",
@@ -168,6 +169,13 @@ def _merge(into: list[float], other: Sequence[float]) -> None:
 
 def _peak(value: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     return value.abs().amax() if value.numel() else zero
+
+
+def finite_peak(tensor: torch.Tensor) -> float:
+    """Return the largest finite magnitude of a tensor; 0 for integers."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(tensor.float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
 
 
 def _peak_of(value: torch.Tensor) -> float:

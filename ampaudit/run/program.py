@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -207,7 +207,8 @@ class Program:
         writers: The memory that a node, also that of the outputs, reads by another name than those of all
             writes to it, such as that of a view; and of memory the last write, and what it was before.
         updated: The last value of each buffer that a graph without writes in place computes anew.
-        parameter_free: Nodes that do not depend on a parameter.
+        parameters: Placeholders of parameters.
+        data: Inputs of floating-point numbers.
     """
 
     traced: TracedModel
@@ -218,7 +219,8 @@ class Program:
     written: frozenset[fx.Node]
     writers: Mapping[Value, tuple[Value, ...]]
     updated: Mapping[fx.Node, fx.Node]
-    parameter_free: frozenset[fx.Node]
+    parameters: frozenset[fx.Node]
+    data: frozenset[fx.Node]
 
     @property
     def draws(self) -> bool:
@@ -237,6 +239,18 @@ class Program:
         """Return what a value, or the content of memory, depends on directly."""
         inputs = value.all_input_nodes if isinstance(value, fx.Node) else ()
         return (*inputs, *self.writers.get(value, ()))
+
+    def free_of(self, data: Set[fx.Node]) -> set[Value]:
+        """Return the values that no parameter reaches, and none of some inputs either."""
+        free: set[Value] = set()
+        memory_after = self.memory_after()
+        varying = data | self.parameters
+        for node in self.traced.graph.nodes:
+            values = (node, *memory_after.get(node, ()))
+            free.update(
+                value for value in values if value not in varying and free.issuperset(self.sources(value))
+            )
+        return free
 
 
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
@@ -257,16 +271,19 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         if node.op == "call_function"
     )
     written_nodes, writers = _written_nodes(steps)
+    places = {place.node: place for place in traced.placeholders}
+    inputs = tuple(graph.find_nodes(op="placeholder"))
     return Program(
         traced=traced,
-        inputs=tuple(graph.find_nodes(op="placeholder")),
+        inputs=inputs,
         steps=steps,
         groups=_grouped(steps, written_nodes),
         outputs=outputs,
         written=written_nodes,
         writers=writers,
         updated=updated,
-        parameter_free=_parameter_free(traced),
+        parameters=frozenset(n for n in inputs if places[n.name].slot is Slot.PARAMETER),
+        data=frozenset(n for n in inputs if places[n.name].slot is Slot.INPUT and places[n.name].is_float),
     )
 
 
@@ -479,13 +496,3 @@ def _last_uses(graph: fx.Graph, outputs: frozenset[fx.Node]) -> dict[fx.Node, tu
         if value not in outputs:
             frees.setdefault(user, []).append(value)
     return {user: tuple(values) for user, values in frees.items()}
-
-
-def _parameter_free(traced: TracedModel) -> frozenset[fx.Node]:
-    """Return nodes that do not depend on a parameter, such as masks, positions and constants."""
-    parameters = {p.node for p in traced.placeholders if p.slot is Slot.PARAMETER}
-    free: set[fx.Node] = set()
-    for node in traced.graph.nodes:
-        if node.name not in parameters and all(used in free for used in node.all_input_nodes):
-            free.add(node)
-    return frozenset(free)

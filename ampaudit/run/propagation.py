@@ -20,7 +20,7 @@ from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import StepCall, WrappedObserver
-from ampaudit.run.measure import as_complex, components
+from ampaudit.run.measure import as_complex, components, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
 from ampaudit.run.program import Memory, Program, Step, Value
 from ampaudit.run.record import Fate, Origin
@@ -41,7 +41,8 @@ class FaultPropagation:
     A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that is, or
     includes, a mask (independent of parameters, at the bottom of the format's range), if every path from
     there ends in finite values: a softmax turned them into zeros. ``by_design`` are sites near the limit
-    because of a mask, whether or not anything is wrong there.
+    because of a constant or a mask, whether or not anything is wrong there. An input of floating-point
+    numbers counts as a mask for that if it holds 0 and 1, or 0 and less, down to the bottom of the range.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class FaultPropagation:
         program: Program,
         measured: Iterable[MeasuredValue],
         limit: float,
-        placeholder_peak: Callable[[fx.Node], float],
+        placeholder: Callable[[fx.Node], torch.Tensor],
     ) -> None:
         self._program = program
         self._limit = limit
-        self._placeholder_peak = placeholder_peak
+        self._placeholder = placeholder
         self._rows: dict[SiteId, MeasuredValue] = {}
         self._peaks: dict[SiteId, float] = {}
         self._energies: dict[SiteId, tuple[float, float]] = {}
@@ -79,14 +80,15 @@ class FaultPropagation:
         # wrong results, and wrong arguments that were written
         self._at = {step.site.id: step.node for step in program.steps if step.site is not None}
         self._parts = {(self._at[site], position) for site, position in bad}
-        self._takers = self._mask_takers()
+        self._takers = self._mask_takers(program.free_of(set()))
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
         self._masked = self._values_from_masks()
+        large = {s.site.id for s in program.steps if s.site and self._peaks.get(s.site.id, 0.0) >= limit / 4}
+        data = {node for node in program.data if not self._holds_mask(node)} if large else set()
+        takers = self._mask_takers(program.free_of(data)) if large else set()
         self.by_design = {
-            step.site.id
-            for step in program.steps
-            if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and step.node in self._takers
+            s.site.id for s in program.steps if s.site and s.site.id in large and s.node in takers
         }
 
     def _downstream(self, starts: Set[Value], through: Set[Value] | None = None) -> set[Value]:
@@ -189,10 +191,19 @@ class FaultPropagation:
         nodes = (value for value in reached if isinstance(value, fx.Node))
         return not self._reach_output(reached) and all(map(self._only_negative, nodes))
 
-    def _mask_takers(self) -> set[fx.Node]:
-        """Return nodes that are a mask, or fill in, add, select or cast one."""
+    def _holds_mask(self, node: fx.Node) -> bool:
+        """Return whether a floating-point input holds what a mask does."""
+        tensor = self._placeholder(node)
+        if tensor.is_complex() or not tensor.numel():
+            return False
+        least, most = map(float, tensor.aminmax())
+        if most == 0.0:
+            return least <= -self._limit / 4
+        return (least, most) == (0.0, 1.0) and bool((tensor == tensor * tensor).all())
+
+    def _mask_takers(self, free: Set[Value]) -> set[fx.Node]:
+        """Return nodes that are a mask, one of ``free``, or fill in, add, select or cast one."""
         takers: set[fx.Node] = set()
-        free = self._program.parameter_free
         for step in self._program.steps:
             if not step.makes_values:
                 if any(source in takers for source in step.node.all_input_nodes):
@@ -224,7 +235,7 @@ class FaultPropagation:
             node = step.node.all_input_nodes[0]
             step = self._steps.get(node)
         if step is None or step.site is None:
-            return node.op == "placeholder" and self._placeholder_peak(node) >= self._limit / 2
+            return node.op == "placeholder" and finite_peak(self._placeholder(node)) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
 
     def _values_from_masks(self) -> set[Value]:

@@ -20,7 +20,7 @@ from ampaudit.run.config import RunConfig
 from ampaudit.run.device import guarded, refuse_broken_inputs, refuse_larger_than_memory
 from ampaudit.run.fp32_check import EagerModel, Fp32Check, is_broken
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
-from ampaudit.run.measure import fetch
+from ampaudit.run.measure import fetch, finite_peak
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
 from ampaudit.run.program import Program, Step, compile_program, widened_tensor
@@ -155,7 +155,7 @@ class Runner:
             for node, place in zip(executor.program.inputs, traced.placeholders, strict=True):
                 floats = place.dtype is not None and place.dtype.is_floating_point
                 if place.slot is Slot.INPUT and floats:
-                    peak = executor.placeholder_peak(node, tensors)
+                    peak = finite_peak(executor.placeholder(node, tensors))
                     peaks[node.name] = max(peaks.get(node.name, 0.0), peak)
         fp32 = self._fp32_outputs(call, outputs)
         if fp32 is None:
@@ -169,7 +169,7 @@ class Runner:
             executor.program,
             call.measured,
             self.config.number_format.max,
-            lambda node: executor.placeholder_peak(node, tensors),
+            lambda node: executor.placeholder(node, tensors),
         )
         self.record.masks |= call.faults.masks
         self.record.by_design |= call.faults.by_design
@@ -455,7 +455,6 @@ class ExecutorCache:
         model: The user's model, or its copy in the state before the next batch.
         backend: Backend of all executors.
         sites: Sites of all graphs, by id.
-        parameter_free: Ids of sites that do not depend on a parameter.
         converted: Graphs that add sites or slices of parameters, or all graphs (``keep_graphs``).
         programs: Programs traced for a policy with measured rules.
     """
@@ -464,7 +463,6 @@ class ExecutorCache:
         self.model = model
         self.backend = config.backend or choose_backend(config.device)
         self.sites: dict[str, Site] = {}
-        self.parameter_free: set[str] = set()
         self.converted: list[ConvertedModel] = []
         self.programs: list[Program] = []
         self._config = config
@@ -473,6 +471,12 @@ class ExecutorCache:
         self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
         self._slices: set[tuple[str, int | None]] = set()
+        self._data: set[SiteId] = set()
+
+    @property
+    def constants(self) -> frozenset[SiteId]:
+        """Sites that no parameter and no floating-point input reaches: masks, positions, tables."""
+        return frozenset(site.id for site in self.sites.values() if site.id not in self._data)
 
     def get(
         self,
@@ -539,8 +543,8 @@ class ExecutorCache:
         self._slices |= slices
         for site in traced.sites:
             self.sites.setdefault(site.id, site)
-        free = {node.name for node in program.parameter_free}
-        self.parameter_free |= {site.id for site in traced.sites if site.node in free}
+        constants = {value.name for value in program.free_of(program.data) if isinstance(value, fx.Node)}
+        self._data |= {site.id for site in traced.sites if site.node not in constants}
         return executor
 
     def _follow(self, traced: TracedModel) -> None:

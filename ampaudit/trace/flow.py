@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -47,22 +46,6 @@ class Flow:
                     self._nodes.setdefault(sites[node.name].id, node)
                 elif node.name in placeholders:
                     self._placeholders[node] = placeholders[node.name]
-
-    @cached_property
-    def constants(self) -> frozenset[SiteId]:
-        """Sites that no parameter or floating-point input reaches: masks, positions, tables."""
-        free: set[fx.Node] = set()
-        for node in (node for each in self.every for node in each.graph.nodes):
-            placeholder = self._placeholders.get(node)
-            if placeholder is not None:
-                dtype = placeholder.dtype
-                is_float = dtype is not None and dtype.is_floating_point
-                is_input = placeholder.slot is Slot.INPUT and is_float
-                if placeholder.slot is not Slot.PARAMETER and not is_input:
-                    free.add(node)
-            elif all(used in free for used in node.all_input_nodes):
-                free.add(node)
-        return frozenset(self._sites[n].id for n in free if n in self._sites)
 
     def node(self, site: Site) -> fx.Node:
         """Return the graph's node of a site."""

@@ -81,6 +81,11 @@ class Placeholder:
     name: str  # the parameter's or buffer's path, the constant's name, or ``input[i]``
     dtype: torch.dtype | None  # in the converted model (of weights: the stored one)
 
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point or complex numbers."""
+        return self.dtype is not None and (self.dtype.is_floating_point or self.dtype.is_complex)
+
 
 @dataclass(frozen=True, slots=True)
 class Site:

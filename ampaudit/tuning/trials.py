@@ -278,7 +278,7 @@ def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[di
     for name, value in graph.values.items():
         # constants of the code, such as a mask's or finfo.max, need no margin
         single = value.site is not None and math.prod(value.site.shape) == 1
-        most = limit if single or name in audit.parameter_free else limit / MARGIN
+        most = limit if single or name in audit.constants else limit / MARGIN
         peak = peaks.get(SiteId(name), 0.0)
         # a mask on values that are out of range hides that they are
         masked = name in masks and wide.isdisjoint(graph.reads.get(name, ()))

@@ -109,7 +109,10 @@ def test_a_comment_hides_the_warning(model_file: Write) -> None:
     report = ampaudit.scan(
         str(model_file(body + LENGTH)), sweep="length=64,256,1024", policy="half", device="cpu"
     )
-    assert [f.suppressed for f in report.findings if f.code == "AMP120"] == ["comment: short inputs only"]
+    assert {f.site: f.suppressed for f in report.findings if f.code == "AMP120"} == {
+        "(top)/sum": "comment: short inputs only",
+        "(top)/sum#2": None,  # 65,520 ones
+    }
     assert "AMP991" not in [f.code for f in report.findings]
 
 
@@ -236,6 +239,46 @@ def test_inputs_of_one_size_cannot_be_swept(model_file: Write, tmp_path: Path) -
         ampaudit.scan(Sums(), inputs, sweep="rows=1,2", device="cpu")
     with pytest.raises(InputError, match="inputs is a function"):
         ampaudit.scan(Sums(), inputs, device="cpu")
+
+
+class Running(nn.Module):
+    """Has no parameters, and collects its input in memory that was zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.zeros_like(x)
+        memory[:, :] = x.cumsum(-1)
+        return memory * x.shape[-1]
+
+
+def test_values_that_depend_on_no_parameter_are_predicted() -> None:
+    options: dict[str, Any] = {"policy": "half", "device": "cpu", "sweep": "length=16,32,64,128"}
+    report = ampaudit.scan(Running(), inputs, **options)
+    assert report.sweep is not None
+    assert [round(value.headroom_bits or 0.0, 2) for value in report.sweep.values] == [8.0, 6.0, 4.0, 2.0]
+    (growth,) = report.sweep.growth
+    assert (growth.site, growth.crossing) == ("(top)/mul", 256)  # 256 * 256 = 65,536
+    for size, verdict in ((255, "pass"), (256, "fail")):
+        assert ampaudit.scan(Running(), inputs(size), policy="half", device="cpu").verdict == verdict
+
+
+def test_masks_among_the_inputs_are_no_data() -> None:
+    """A mask of 0 and 1, and one that is ready to be added, leave the headroom to the scores."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor, added: Tensor) -> Tensor:
+            scores = x + (1.0 - keep) * torch.finfo(x.dtype).min
+            return torch.cat([scores, x + added]).softmax(-1)
+
+    keep = torch.ones(2, 8)
+    keep[:, 5:] = 0.0
+    added = torch.where(keep == 0.0, -65504.0, 0.0)
+    report = ampaudit.scan(Masked(), (torch.ones(2, 8) * 3, keep, added), policy="half", device="cpu")
+    assert [f.code for f in report.findings] == []
+    assert report.least_headroom is not None
+    assert report.least_headroom.headroom_bits is not None
+    assert report.least_headroom.headroom_bits > 10
+    data = ampaudit.scan(Masked(), (-60000 * torch.ones(2, 8), keep, keep), policy="half", device="cpu")
+    assert "AMP102" in [f.code for f in data.findings]
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,15 @@ def test_without_the_fixture() -> None:
 
 
 def test_budgets_of_headroom_and_accuracy() -> None:
-    model, ones = nn.Linear(8, 8).eval(), torch.ones(2, 8)
-    bits = ampaudit.assert_safe(model, ones, min_headroom=3.0, min_sqnr=30.0)
+    model, small = nn.Linear(8, 8).eval(), torch.ones(2, 8) / 256  # the output is larger
+    bits = ampaudit.assert_safe(model, small, min_headroom=3.0, min_sqnr=30.0)
     assert bits.exit_code == 0
     with pytest.raises(
         ampaudit.UnsafeModel, match=r"min-headroom at \(top\)/linear: headroom \d+\.\d+ bits, 30 required"
     ):
-        ampaudit.assert_safe(model, ones, min_headroom=30.0)
+        ampaudit.assert_safe(model, small, min_headroom=30.0)
     with pytest.raises(ampaudit.UnsafeModel, match="min-sqnr at outputs"):
-        ampaudit.assert_safe(model, ones, min_sqnr=500.0)
+        ampaudit.assert_safe(model, small, min_sqnr=500.0)
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,12 @@ def test_a_completely_masked_row_is_an_error() -> None:
     assert found[0].code == "AMP113"
 
 
-def test_a_row_that_a_rounded_number_masks_is_cured_by_comparing_in_float32() -> None:
+@pytest.mark.parametrize("inner", [nn.Identity(), nn.PReLU()])
+def test_a_row_that_a_rounded_number_masks_is_cured_by_comparing_in_float32(inner: nn.Module) -> None:
     """Another fill would give a uniform row instead of NaN, which nobody notices."""
-    model = Wrap(lambda m, x: torch.where(x > 0.9999, x, -torch.inf).softmax(-1), inner=nn.Identity())
+    model = Wrap(
+        lambda m, x: torch.where(m.inner(x) > 0.9999, m.inner(x), -torch.inf).softmax(-1), inner=inner
+    )
     (found,) = errors(scan(model, (torch.tensor([0.1, 0.2, 0.99999, 0.3]),), policy="half"))
     assert found.code == "AMP113"
     assert found.cause.startswith("0.9999 at (top)/gt is 1 in float16; -inf masks a whole row")

@@ -176,11 +176,11 @@ def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> boo
         return True
     if base == "mul" and value < 0:
         # (1 - mask) * -1e9: no weight and no activation in the other factor
-        return step.id in context.parameter_free and _only_orders(flow, flow.node(step))
-    return base in _FILLS and value in arguments.values() and _only_orders(flow, flow.node(step))
+        return step.id in context.by_design and _only_orders(context, flow, flow.node(step))
+    return base in _FILLS and value in arguments.values() and _only_orders(context, flow, flow.node(step))
 
 
-def _only_orders(flow: Flow, node: fx.Node) -> bool:
+def _only_orders(context: CheckContext, flow: Flow, node: fx.Node) -> bool:
     """Return whether all final readers of a value only compare its elements with each other."""
     visited: set[fx.Node] = set()
     frontier = [node]
@@ -190,7 +190,7 @@ def _only_orders(flow: Flow, node: fx.Node) -> bool:
             if user in visited:
                 continue
             visited.add(user)
-            verdict = _reads(flow, user, current)
+            verdict = _reads(context, flow, user, current)
             if verdict == "computes":
                 return False
             if verdict == "hands on":
@@ -198,7 +198,7 @@ def _only_orders(flow: Flow, node: fx.Node) -> bool:
     return True
 
 
-def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
+def _reads(context: CheckContext, flow: Flow, user: fx.Node, value: fx.Node) -> str:
     """Return what a reader does with a value: ``orders``, ``hands on`` or ``computes``."""
     site = flow.site(user)
     if user.op == "output":
@@ -215,15 +215,15 @@ def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
         return "hands on"
     positive = isinstance(other, int | float) and other > 0
     keeps_order = base in ("mul", "div", "sub") and first and positive
-    masks = base == "mul" and _other_is_constant(flow, site, value)
+    masks = base == "mul" and _other_is_constant(context, flow, site, value)
     return "hands on" if keeps_order or masks else "computes"
 
 
-def _other_is_constant(flow: Flow, site: Site, value: fx.Node) -> bool:
+def _other_is_constant(context: CheckContext, flow: Flow, site: Site, value: fx.Node) -> bool:
     """Return whether the other factor is a constant tensor, such as a mask of zeros and ones."""
     others = [n for n in flow.node(site).all_input_nodes if n is not value]
     makers = [flow.maker(other) for other in others]
-    return bool(makers) and all(maker is not None and maker.id in flow.constants for maker in makers)
+    return bool(makers) and all(maker is not None and maker.id in context.constants for maker in makers)
 
 
 def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:

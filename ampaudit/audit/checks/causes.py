@@ -86,7 +86,7 @@ def constant(context: CheckContext, site: Site) -> str | None:
     large = [v for v in context.numbers(site) if context.number_format.max < abs(v) < math.inf]
     if large and context.flow.base(site) in _FILLS:
         return f"the constant {format_number(large[0])} is in the call"
-    return "the value is made of constants" if site.id in context.flow.constants else None
+    return "the value is made of constants" if site.id in context.constants else None
 
 
 @cause("AMP115", "clamp the input to the domain, with a margin of the format's eps, or use float32 here")
@@ -140,7 +140,8 @@ def masked_row(context: CheckContext, site: Site) -> str | None:
     stats = context.observed(site.id)
     if context.flow.base(site) in _MASKED_ROW_SOFTMAX and stats.nan:
         return "a row of this softmax holds nothing but -inf"
-    if site.id not in context.by_design or not stats.neg_inf or stats.pos_inf:
+    masks = site.id in context.by_design or context.flow.base(site) in having("fills")
+    if not masks or not stats.neg_inf or stats.pos_inf:
         return None
     for poisoned in context.origins[site.id].poisons:
         if context.flow.base(context.site[poisoned]) in _MASKED_ROW_SOFTMAX:

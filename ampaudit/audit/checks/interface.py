@@ -58,7 +58,7 @@ class CheckContext:
         record: Record of the run.
         flow: Producers and readers of each value.
         number_format: The 16-bit format of the run.
-        parameter_free: Sites that do not depend on a parameter (masks, positions, constants).
+        constants: Sites that no parameter and no floating-point input reaches: masks, positions, tables.
         weights: Ranges of the weights that are stored in 16 bits.
         weights_read: Names of the weights that each site reads directly.
         config: Options of the scan.
@@ -70,7 +70,7 @@ class CheckContext:
     record: RunRecord
     flow: Flow
     number_format: NumberFormat
-    parameter_free: frozenset[str]
+    constants: frozenset[SiteId]
     weights: tuple[WeightRange, ...]
     weights_read: dict[SiteId, tuple[str, ...]]
     config: ScanConfig
@@ -166,9 +166,9 @@ class CheckContext:
         return {origin.site: origin for origin in self.record.origins}
 
     @cached_property
-    def by_design(self) -> frozenset[str]:
-        """Sites whose values may be large: masks, and what depends on no parameter."""
-        return self.parameter_free | self.record.by_design
+    def by_design(self) -> frozenset[SiteId]:
+        """Sites whose values may be large: masks and constants."""
+        return self.constants | self.record.by_design
 
     @cached_property
     def harmed(self) -> bool:
@@ -405,7 +405,7 @@ def context_of(
         record=audit.record,
         flow=Flow(*(converted.traced for converted in audit.every)),
         number_format=form,
-        parameter_free=audit.parameter_free,
+        constants=audit.constants,
         weights=() if config.ranges else _weights(audit),
         weights_read=_weights_read(audit),
         config=config,

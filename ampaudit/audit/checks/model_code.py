@@ -239,7 +239,7 @@ def find_double(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if site.dtype is not torch.float64 or site.role is not Role.COMPUTE or site.layer in reported:
             continue
-        if site.id not in context.flow.constants and site.shape:
+        if site.id not in context.constants and site.shape:
             reported.add(site.layer)
             cause = "this op computes in float64, which no cast of the policy touches"
             advice = "look for a Python or NumPy number that became a float64 tensor; give it dtype=x.dtype"

@@ -237,7 +237,7 @@ def _counts(context: CheckContext, site: Site) -> bool:
     base = context.flow.base(site)
     if base not in ("to", "_to_copy", "type_as", "arange", "mul", "add", "div"):
         return False
-    if context.observed(site.id).ref_peak < MIN_COUNT or site.id not in context.parameter_free:
+    if context.observed(site.id).ref_peak < MIN_COUNT or site.id not in context.constants:
         return False
     values = (node.meta.get("val") for node in context.flow.node(site).all_input_nodes)
     dtypes = [dtype_name(getattr(value, "dtype", None)) for value in values]

@@ -70,10 +70,9 @@ def find_saturated(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.low_precision_sites:
         stats = context.observed(site.id)
-        by_design = site.id in context.flow.constants or site.id in context.record.by_design
         makers = context.flow.makers(site)
         inherited = any(context.observed(maker.id).ref_peak >= form.overflow_at for maker in makers)
-        if stats.ref_peak >= form.overflow_at and not by_design and not inherited:
+        if stats.ref_peak >= form.overflow_at and site.id not in context.by_design and not inherited:
             cause = (
                 f"in FP32 the values reach {format_number(stats.ref_peak)}; "
                 f"they become {format_number(form.max)} here"
