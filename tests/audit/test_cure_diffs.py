@@ -76,6 +76,11 @@ LOG_SOFTMAX = [
     ("torch.log(torch.softmax(x, -1)) + torch.log(q)", None),  # q may be a softmax, too
     ("torch.log(torch.softmax(x, -1)) * math.log(2)", "torch.log_softmax(x, -1) * math.log(2)"),
     ("torch.log(x.softmax(mask))", None),
+    ("torch.log(  # of what\n        torch.softmax(x, -1)\n    )", None),  # the comment would be lost
+    (
+        "torch.log(torch.softmax(\n        x,  # of what\n        -1))",
+        "torch.log_softmax(\n        x,  # of what\n        -1)",
+    ),
 ]
 
 
@@ -99,6 +104,8 @@ TWO_LINES = [
     ("p = torch.softmax(x, -1)\n    p = p * q\n    y = torch.log(p)", None),
     ("p = torch.softmax(x, -1)\n    if q:\n        p = q\n    y = torch.log(p)", None),
     ("if q:\n        p = torch.softmax(x, -1)\n    y = torch.log(p)", None),
+    ("p = torch.softmax(x, -1)\n    y = [torch.log(p) for p in (torch.softmax(q, -1),)]", None),
+    ("p = torch.softmax(x, -1)\n    y = map(lambda p: torch.log(p), (torch.softmax(q, -1),))", None),
     ("p = r = torch.softmax(x, -1)\n    y = torch.log(p)", None),
 ]  # fmt: skip
 
@@ -188,6 +195,7 @@ NUMBERS = [
     ("x / (x.sum() + 1e-8) + q / (q.sum() + 1e-8)", 1e-8, "1e-05", False, None),
     ("x / (x.sum() + self.eps)", 1e-8, "1e-05", False, None),
     ("f('1e-8', x)", 1e-8, "1e-05", False, None),
+    ("f(f'{1e-8}', x / (x.sum() + self.eps))", 1e-8, "1e-05", False, None),
     ("x.masked_fill(mask, -1e9)", -1e9, "", True, "x.masked_fill(mask, torch.finfo(x.dtype).min)"),
     (
         "x.masked_fill(mask, value=-1e9)",
@@ -219,6 +227,8 @@ UNSURE = {
     "two statements on the line": f"{IMPORTS}def f(x):\n    {SAME}; z = torch.log(torch.softmax(y, -1))\n",
     "another module is called torch": f"{IMPORTS}def f(torch, x):\n    {SAME}\n",
     "the name is bound again": f"{IMPORTS}torch = mine\n\n\ndef f(x):\n    {SAME}\n",
+    "a class has the name": f"{IMPORTS}class torch(mine):\n    pass\n\n\ndef f(x):\n    {SAME}\n",
+    "a function imports another": f"{IMPORTS}def f(x):\n    import mine as torch\n    {SAME}\n",
     "no import": f"def f(x):\n    {SAME}\n",
     "not Python of this version": f"{IMPORTS}def f(x):\n    {SAME}\n    print 'x'\n",
     "other line ends": f"{IMPORTS}def f(x):\n    {SAME}\n".replace("\n", "\r\n"),
@@ -228,6 +238,12 @@ UNSURE = {
 @pytest.mark.parametrize("name", UNSURE)
 def test_where_it_is_not_sure_there_is_no_diff(name: str, tmp_path: Path) -> None:
     assert difference(tmp_path / "m.py", UNSURE[name], lambda at: LineChange("log_softmax", at), SAME) == ""
+
+
+def test_an_import_that_is_repeated_binds_the_same_name(tmp_path: Path) -> None:
+    text = f"{IMPORTS}def f(x):\n    import torch\n    {SAME}\n"
+    diff = difference(tmp_path / "m.py", text, lambda at: LineChange("log_softmax", at), SAME)
+    assert patched(text, diff) == text.replace(SAME, "y = torch.log_softmax(x, -1)")
 
 
 def test_a_file_that_has_changed_since_gets_no_diff(tmp_path: Path) -> None:

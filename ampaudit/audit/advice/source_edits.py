@@ -29,6 +29,7 @@ from ampaudit.trace.stack import is_library
 __all__ = ["diff_of", "replacements"]
 
 _SOURCE_FILE_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # within a statement
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _FUNCTIONS = ("torch.matmul", "torch.bmm", "torch.mm")
 _METHODS = ("matmul", "bmm", "mm")
@@ -346,13 +347,13 @@ class SourceFile:
         return innermost[0] if len(innermost) == 1 else None
 
     def expressions(self, statement: ast.stmt) -> Iterator[ast.expr]:
-        """Return the expressions of a statement, without those of nested statements."""
+        """Return the expressions of a statement, without those of nested statements and of f-strings."""
         frontier: list[ast.AST] = [statement]
         while frontier:
             for child in ast.iter_child_nodes(frontier.pop()):
                 if isinstance(child, ast.expr):
                     yield child
-                if not isinstance(child, ast.stmt):
+                if not isinstance(child, ast.stmt | ast.JoinedStr):
                     frontier.append(child)
 
     def function(self, node: ast.AST) -> ast.AST | None:
@@ -379,7 +380,12 @@ class SourceFile:
         return next((f for f in fields if isinstance(f, list) and statement in f), [])
 
     def definition(self, node: ast.Name) -> ast.Assign | None:
-        """Return the assignment that defines a name in the same block, if its operands do not change."""
+        """Return the assignment that defines a name in the same block, if its operands do not change.
+
+        A lambda or a comprehension may give the name another meaning, or read it later.
+        """
+        if any(isinstance(holder, _SCOPES) for holder in self._holders(node)):
+            return None
         statement = self._statement_of(node)
         block = self.block(statement)
         before = block[: block.index(statement)] if block else []
@@ -406,9 +412,16 @@ class SourceFile:
         return Fix("remove statement", statement.lineno, statement.col_offset)
 
     def _statement_of(self, node: ast.AST) -> ast.stmt:
+        *_, statement = self._holders(node)
+        assert isinstance(statement, ast.stmt)
+        return statement
+
+    def _holders(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield a node and what contains it, up to its statement."""
+        yield node
         while not isinstance(node, ast.stmt):
             node = self.parent[node]
-        return node
+            yield node
 
     def indentation(self, node: ast.AST) -> str:
         """Return the indentation of a node's block."""
@@ -456,18 +469,27 @@ class SourceFile:
     @cached_property
     def imports(self) -> dict[str, str]:
         """Map names in the file to full names, for top-level imports that are never rebound."""
-        full_names: dict[str, str] = {}
-        for node in self.tree.body:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    first = alias.name.partition(".")[0]
-                    full_names[alias.asname or first] = alias.name if alias.asname else first
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                full_names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         nodes = list(ast.walk(self.tree))
         bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
         bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound |= {
+            n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        full_names = dict(pair for node in self.tree.body for pair in _imported(node))
+        inside = (pair for node in nodes for pair in _imported(node))
+        bound |= {name for name, full in inside if full_names.get(name) != full}
         return {name: full for name, full in full_names.items() if name not in bound}
+
+
+def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the names that an import binds, with what they stand for; relative imports stand for nothing."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (first, first)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name, "" if node.level else f"{node.module}.{alias.name}"
 
 
 def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
@@ -486,8 +508,10 @@ def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
     """Return the edit that replaces an expression.
 
     Raises:
-        ValueError: The code spans several lines that do not follow the block's indentation.
+        ValueError: The code drops a comment, or has lines that do not follow the block's indentation.
     """
+    if file.code(node).count("#") > code.count("#"):
+        raise ValueError("a comment would be lost")
     last = node.end_lineno or node.lineno
     column = character_column(file.lines[last - 1], node.end_col_offset or 0)
     indentation = file.indentation(node)  # the edit adds it again
