@@ -48,9 +48,14 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'? `` for the most similar name; empty if none is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    """Return ``did you mean 'x'? `` for the most similar name, whatever its case; empty if none is similar.
+
+    One that begins with the name is more similar than others.
+    """
+    folded = {each.casefold(): each for each in known}
+    begun = [each for each in folded if name and each.startswith(name.casefold())]
+    near = [min(begun, key=len)] if begun else difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"did you mean {folded[near[0]]!r}? " if near else ""
 
 
 class AuditError(Exception):

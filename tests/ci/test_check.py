@@ -255,6 +255,9 @@ def test_codes_are_known() -> None:
     check_codes(("AMP101",))
     with pytest.raises(UsageError, match="no such check"):
         check_codes(("AMP1O1",))
+    for near in ("AMP10", "amp101"):
+        with pytest.raises(UsageError, match="did you mean 'AMP101'"):
+            check_codes((near,))
 
 
 # -- processes
