@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,28 @@ def test_several_policies_show_a_ranking_each() -> None:
     text = as_file(both, "text")
     for policy in ("half", "torch-cuda"):
         assert f"{policy}: Sources of error in the outputs" in text
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y: torch.heaviside(y, torch.zeros(())),
+        lambda y: torch.floor_divide(y, 0.25),
+        lambda y: (y * 1.0).floor_divide_(0.25),
+    ],
+)
+def test_whole_numbers_pass_no_error_on(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The inputs are so far from every step that no rounding crosses one: their derivative is 0."""
+    x = torch.randint(-6, 6, (64, 8)) * 0.25 + 0.125
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = Wrap(lambda m, x: m.last(step(m.first(x)) + 0.1), first=first, last=last).eval()
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(8) * 1.0001)
+        first.bias.zero_()
+    rows = ampaudit.scan(model, x, policy="half", sensitivity=True).sections["sensitivity"].rows
+    names = [row.name for row in rows if row.share > 0]
+    assert names
+    assert set(names) <= {"(top)/add", "last/linear", "last.weight", "last.bias"}
 
 
 def test_ignored_classes_beside_weights_of_classes() -> None:

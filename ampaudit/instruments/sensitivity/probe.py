@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.core.ops import having
 from ampaudit.policy.schema import Cast
 from ampaudit.run.backends import Emulated, Float32Backend, rounded
 from ampaudit.run.backward.backward import (
@@ -36,9 +37,10 @@ from ampaudit.run.measure import fetch
 from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.flatten import is_mark
-from ampaudit.trace.functional import DETACH_OPS, OnCopy
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot
 from ampaudit.trace.internals import decomposition_table
+from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, float_value
 
 __all__ = [
@@ -136,6 +138,10 @@ class DifferentiableBackend(Float32Backend):
         """Call the op, by a formula where autograd has no derivative."""
         if str(step.target) in DETACH_OPS:
             return torch.ops.aten.alias.default(args[0])
+        op = overload_of(step.target)
+        if op is not None and base_name(op).rstrip("_") in having("whole_number"):
+            with torch.no_grad():  # its derivative is 0, which autograd lacks for some
+                return super().differentiable(step, args, kwargs)
         if step.target is torch.ops.aten.batch_norm.default:
             x, weight, bias, mean, variance, training, _, eps, *_ = args
             if training:  # running statistics are only written to
