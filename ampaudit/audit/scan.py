@@ -312,15 +312,17 @@ def _report(
         before = context_of(usual, form, config.changed(contract=""))
         report = replace(report, changed=changed_verdicts(before, context, report))
     stress = config.stress > 0 and not config.static
+    searched = stressed(source, audit, run_config, context, on_progress) if stress else ()
+    idle = ("--stress searched nothing: each 16-bit site is proved, broken or constant",)
     reference = source.reference
     return replace(
         report,
-        notes=(*source.notes, *report.notes),
+        notes=(*source.notes, *report.notes, *(idle if stress and not searched else ())),
         against=None if reference is None else against_report(context, reference.location),
         combined=combined,
         advised=advising,
         sections={each.name: measuring(each).section(audit, form) for each in instruments},
-        stressed=stressed(source, audit, run_config, context, on_progress) if stress else (),
+        stressed=searched,
     )
 
 

@@ -53,6 +53,14 @@ def test_an_input_that_overflows_is_found_saved_and_overflows_again(model_file, 
     assert "overflow-_top_mul.safetensors" in broken[0].file
 
 
+def test_a_search_without_a_site_says_so(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()).eval()
+    report = scan(model, torch.ones(2, 4), policy="half", assume=["input=-1:1"], prove=True, stress=5)
+    assert report.proofs is not None
+    assert report.proofs.proved == report.proofs.sites
+    assert [note for note in report.notes if note.startswith("--stress searched nothing")]
+
+
 class Bags(nn.Module):
     """Takes offsets, which have to begin at 0."""
 
