@@ -27,6 +27,7 @@ from ampaudit.policy.schema import (
     When,
     expand,
     inner_op,
+    same_value,
 )
 
 __all__ = [
@@ -46,7 +47,6 @@ __all__ = [
     "with_attributes",
 ]
 
-_MISSING = object()
 _FREE = (Cast.INFER, Cast.CLEAR)
 _FLOAT32 = (Cast.FLOAT32, Cast.FORBID, Cast.SET_DTYPE, Cast.APPEND_DTYPE)
 _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
@@ -244,8 +244,16 @@ def class_names(kind: type) -> tuple[str, ...]:
 def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
     """Return whether a module has all these attribute values."""
     return module is not None and all(
-        getattr(module, name, _MISSING) == value for name, value in attributes.items()
+        same_value(_attribute(module, name), value) for name, value in attributes.items()
     )
+
+
+def _attribute(module: Any, name: str) -> Any:
+    """Return an attribute; one that cannot be read counts as missing."""
+    try:
+        return getattr(module, name, UNSET)
+    except Exception:  # of a property
+        return UNSET
 
 
 def _measured(condition: EvidenceCondition, measurement: Measurement | None, dtype: str) -> bool:
@@ -275,7 +283,8 @@ def compiled(pattern: str) -> Any:
         compile_pattern: Callable[..., Any] = re2.compile
         return compile_pattern(pattern, options)
     except re2.error as error:
-        raise ValueError(str(error)) from error
+        (reason,) = error.args
+        raise ValueError(reason.decode(errors="replace")) from error
 
 
 @dataclass(frozen=True, slots=True)

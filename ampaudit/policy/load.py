@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ampaudit.core.errors import PolicyError, did_you_mean, first_line
 from ampaudit.core.formats import BFLOAT16, LOW_PRECISION_NAMES, NumberFormat
@@ -52,12 +53,16 @@ MAX_DEPTH = 20
 _LONG_NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxXob_:.+-]{100}")
 # libyaml is ten times faster, but missing from some builds of PyYAML
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
+_WORD = "tag:yaml.org,2002:str"
 Ops = Mapping[str, frozenset[str]]
 _BOTH = frozenset(LOW_PRECISION_NAMES)
 _APPENDABLE = frozenset({"norm.Scalar", "norm.ScalarOpt_dim"})
 _LOOKS_LIKE_REGEX = re.compile(r"[\\^$|]|\.\*|\.\+")
 _SUFFIXES = (".yaml", ".yml")
 _MAX_PARENTS = 8
+_OF_WORDS = ("string_type", "literal_error")  # pydantic's errors of what is no word, or not one of a list
+_SHOULD_BE = "Input should be "
 # keys inherited from the first parent that sets them
 _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
@@ -97,7 +102,7 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
 
 def load_file(name_or_path: str) -> Loaded:
     """Load a policy with its path and warnings; raises the same errors as ``load_policy``."""
-    return _load(_find(name_or_path, Path()), ())
+    return _load(_find(name_or_path, Path()), (), {})
 
 
 PLAIN_FP32 = "fp32"  # name of the policy without casts
@@ -122,11 +127,16 @@ def _find(name_or_path: str, beside: Path) -> Path:
     )
 
 
-def _load(path: Path, children: tuple[Path, ...]) -> Loaded:
-    return _read_shipped(path, ()) if path.parent == rules_directory() else _read(path, children)
+def _load(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> Loaded:
+    if path.parent == rules_directory():
+        return _read_shipped(path)
+    place = path.resolve()
+    if place not in known:  # policies may share parents, and these theirs
+        known[place] = _read(path, children, known)
+    return known[place]
 
 
-def _read(path: Path, children: tuple[Path, ...]) -> Loaded:
+def _read(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> Loaded:
     document = read_yaml(path)
     try:
         file = RuleFile.model_validate(document.data)
@@ -136,14 +146,18 @@ def _read(path: Path, children: tuple[Path, ...]) -> Loaded:
     _check_rules(document, file, ops)
     if isinstance(file.loss_scale, str):
         profile(file.loss_scale, document.at(("loss_scale",)))
-    parents = [_parent(document, index, name, children) for index, name in enumerate(file.extends)]
+    parents = [_parent(document, index, name, children, known) for index, name in enumerate(file.extends)]
     return _with_inherited(document, file, ops, parents)
 
 
-_read_shipped = cache(_read)  # each scan needs CUDA autocast's rules besides its own
+@cache  # each scan needs CUDA autocast's rules besides its own
+def _read_shipped(path: Path) -> Loaded:
+    return _read(path, (), {})
 
 
-def _parent(document: YamlDocument, index: int, name: str, children: tuple[Path, ...]) -> Loaded:
+def _parent(
+    document: YamlDocument, index: int, name: str, children: tuple[Path, ...], known: dict[Path, Loaded]
+) -> Loaded:
     place = ("extends", index)
     chain = (*children, document.path.resolve())
     try:
@@ -155,7 +169,9 @@ def _parent(document: YamlDocument, index: int, name: str, children: tuple[Path,
         raise document.error(place, f"a policy extends itself: {describe(names)}", "remove one extends")
     if len(chain) > _MAX_PARENTS:
         raise document.error(place, f"more than {_MAX_PARENTS} policies on top of each other")
-    return _load(path, chain)
+    if not path.is_file():
+        raise document.error(place, f"there is no file {describe_path(path)}", "check the path")
+    return _load(path, chain, known)
 
 
 def _with_inherited(
@@ -207,29 +223,34 @@ def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset
 
 
 def _locate(document: YamlDocument, error: ValidationError) -> PolicyError:
+    every = error.errors(include_url=False)
+    # a mapping is meant for the branch of a union that takes one
+    fitting = [e for e in every if e["type"] not in _OF_WORDS or not isinstance(e["input"], dict)]
+    errors = fitting or every
     # an unknown key comes first: it is usually a misspelt one, and the reason why another is missing
-    errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     unknown = first["type"] == "extra_forbidden"
-    location = _without_branches(first["loc"], document.data)
+    location = _location(first, document.data)
     key = ".".join(str(part) for part in location)
     where = document.at(location, of_key=unknown)
     if unknown:
         return PolicyError(
             f"{where}: unknown key {describe(key)!r}", hint="see docs/rules.md for the known keys"
         )
-    message = first["msg"].removeprefix("Value error, ")
-    return PolicyError(f"{where}: {describe(key)}: {describe(message, 120)}", hint="see docs/rules.md")
+    same = (e["msg"] for e in errors if _location(e, document.data) == location)
+    message, *others = dict.fromkeys(same)
+    text = " or ".join([message.removeprefix("Value error, "), *(o.removeprefix(_SHOULD_BE) for o in others)])
+    return PolicyError(f"{where}: {describe(key)}: {describe(text, 200)}", hint="see docs/rules.md")
 
 
-def _without_branches(location: Sequence[Any], data: Any) -> tuple[Any, ...]:
-    """Remove the names of union branches that pydantic adds to an error's path."""
+def _location(error: ErrorDetails, data: Any) -> tuple[Any, ...]:
+    """Return the path of an error without the names of union branches that pydantic adds."""
     path: list[Any] = []
-    for position, part in enumerate(location):
+    for position, part in enumerate(error["loc"]):
         inside = isinstance(data, dict) and part in data
         if inside or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
             data = data[part]
-        elif position != len(location) - 1 or not isinstance(data, dict):
+        elif error["type"] not in ("missing", "extra_forbidden") or position != len(error["loc"]) - 1:
             continue  # a branch of a union
         path.append(part)
     return tuple(path)
@@ -537,6 +558,20 @@ class YamlDocument:
         return PolicyError(f"{self.at(location)}: {problem}", hint=hint)
 
 
+class _Constructor(yaml.constructor.SafeConstructor):
+    """Builds plain values; what else YAML may mean by a word, such as a date, stays text."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node, or raise an error with its position."""
+        if isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:
+            return node.value
+        try:
+            return super().construct_object(node, deep=deep)
+        except ValueError as error:
+            problem = first_line(error)
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+
+
 def read_yaml(path: Path) -> YamlDocument:
     """Read a YAML file that holds a mapping.
 
@@ -545,6 +580,10 @@ def read_yaml(path: Path) -> YamlDocument:
             tags or duplicate keys; with line and column.
     """
     text = _text_of(path)
+    if unprintable := yaml.reader.Reader.NON_PRINTABLE.search(text):
+        before = text[: unprintable.start()].split("\n")
+        where = f"{describe_path(path)}:{len(before)}:{len(before[-1]) + 1}"
+        raise PolicyError(f"{where}: a control character", hint="save the file as plain UTF-8")
     try:
         _reject_unsafe(text, path)
         root = yaml.compose(text, Loader=_Loader)
@@ -553,11 +592,12 @@ def read_yaml(path: Path) -> YamlDocument:
                 f"{_where(path, None)}: a rule file is a mapping", hint="start with 'name:' and 'rules:'"
             )
         _reject_duplicate_keys(root, path)
-        return YamlDocument(path, yaml.constructor.SafeConstructor().construct_document(root), root)
+        return YamlDocument(path, _Constructor().construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         where = _where(path, error.problem_mark) if error.problem_mark else describe_path(path)
         problem = describe(error.problem or "a mistake here")
         hint = "indent with spaces" if "\\t" in problem else "check indentation"
+        hint = "quote it" if isinstance(error, yaml.constructor.ConstructorError) else hint
         raise PolicyError(f"{where}: not valid YAML: {problem}", hint=hint) from error
     except (yaml.YAMLError, ValueError) as error:
         raise PolicyError(
@@ -602,7 +642,7 @@ def _reject_duplicate_keys(root: yaml.Node, path: Path) -> None:
         if isinstance(node, yaml.MappingNode):
             keys: set[str] = set()
             for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode):
+                if not isinstance(key, yaml.ScalarNode) or key.tag != _WORD:
                     raise PolicyError(
                         f"{_where(path, key.start_mark)}: a key must be a word", hint="quote it"
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = [
     "expand",
     "inner_op",
     "rules_schema_text",
+    "same_value",
     "synonyms",
 ]
 
@@ -112,11 +114,13 @@ _DECIDED_BY = {
     },
     "square": "pow.Tensor_Scalar",
 }
+_FOREIGN = re.compile(r"\w+::\w+(\.\w+)?")
 Scalar = bool | int | float | str | None
 AS_IS = "as-is"  # name of the policy that adds no casts
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+Positive = Annotated[float, Field(gt=0)]
 LowPrecisionDtype = Literal["float16", "bfloat16"]
 Placement = Literal["unchanged", "lower", "float32"]
 
@@ -169,7 +173,7 @@ def expand(name: str) -> tuple[str, ...]:
     Raises:
         UnknownOp: The name is unknown.
     """
-    if "::" in name and not name.startswith("aten::"):
+    if _FOREIGN.fullmatch(name) and not name.startswith("aten::"):
         return (name,)
     name = name.removeprefix("aten::")
     if name in _table():
@@ -207,15 +211,13 @@ UNSET = _Unset()
 
 
 class StrictModel(BaseModel):
-    """A frozen model that rejects unknown keys."""
+    """A frozen model that rejects unknown keys, infinity and NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NumericCondition(StrictModel):
     """Limits on a number: ``min`` and ``max`` include their value, ``above`` and ``below`` do not."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     min: float | None = None
     max: float | None = None
@@ -261,6 +263,10 @@ class ArgTest(StrictModel):
     def _check_not_empty(self) -> ArgTest:
         if not self.model_fields_set:
             raise ValueError("give at least one of equals, in, range, magnitude, unset")
+        if "any_of" in self.model_fields_set and not self.any_of:
+            raise ValueError("no value is in an empty list")
+        if self.unset and len(self.model_fields_set) > 1:
+            raise ValueError("an argument that is unset has no value to test")
         return self
 
     def holds(self, value: Any) -> bool:
@@ -268,9 +274,9 @@ class ArgTest(StrictModel):
         is_set = value is not UNSET
         if self.unset is not None and self.unset is is_set:
             return False
-        if "equals" in self.model_fields_set and not (is_set and _same(value, self.equals)):
+        if "equals" in self.model_fields_set and not (is_set and same_value(value, self.equals)):
             return False
-        if self.any_of and not (is_set and any(_same(value, item) for item in self.any_of)):
+        if self.any_of and not (is_set and any(same_value(value, item) for item in self.any_of)):
             return False
         numbers = _numbers(value)
         if self.range is not None and not (numbers and all(self.range.holds(n) for n in numbers)):
@@ -280,9 +286,10 @@ class ArgTest(StrictModel):
         )
 
 
-def _same(value: Any, expected: Scalar) -> bool:
-    """Compare two values, distinguishing True from 1."""
-    return isinstance(value, bool) is isinstance(expected, bool) and bool(value == expected)
+def same_value(value: Any, expected: Scalar) -> bool:
+    """Compare two values, distinguishing True from 1; only numbers, words and ``None`` are ever the same."""
+    is_scalar = value is None or isinstance(value, bool | int | float | str)
+    return is_scalar and isinstance(value, bool) is isinstance(expected, bool) and value == expected
 
 
 def _numbers(value: Any) -> list[float]:
@@ -340,6 +347,13 @@ class Match(StrictModel):
     parameter: tuple[Text, ...] = Field(default=(), description="globs over parameters that the op takes")
     site: tuple[Text, ...] = Field(default=(), description="globs over site ids, as reports print them")
 
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Match:
+        empty = sorted(key for key in self.model_fields_set if not getattr(self, key))
+        if empty:
+            raise ValueError(f"{empty[0]} is empty, which no op matches; leave it out to match every op")
+        return self
+
 
 class EvidenceCondition(StrictModel):
     """Limits on measured magnitudes; a rule with one is a measured rule."""
@@ -358,6 +372,12 @@ class EvidenceCondition(StrictModel):
     headroom_bits: NumericCondition | None = Field(
         default=None, description="log2(largest finite / output peak)"
     )
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> EvidenceCondition:
+        if all(getattr(self, key) is None for key in type(self).model_fields):
+            raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
+        return self
 
 
 class When(StrictModel):
@@ -385,7 +405,7 @@ class Rule(StrictModel):
     when: When = When()
     cast: Cast
     arguments: dict[str, ArgumentCast] = Field(default={}, description="arguments that differ from cast")
-    clamp: float | Literal["max"] | None = Field(
+    clamp: Positive | Literal["max"] | None = Field(
         default=None, description="clamp the output to +-this, or to the format's largest finite number"
     )
     force: bool = Field(default=False, description="let a measured rule lower the precision")
@@ -417,8 +437,14 @@ class KeepFp32(StrictModel):
 class Constants(StrictModel):
     """The clipping of finite weights outside the range (inf, NaN and 0 stay)."""
 
-    max_finite: float = Field(gt=0)
+    max_finite: Positive
     min_positive: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Constants:
+        if self.min_positive > self.max_finite:
+            raise ValueError("min_positive is larger than max_finite")
+        return self
 
 
 class WeightPolicy(StrictModel):
@@ -466,13 +492,19 @@ class LossScale(StrictModel):
     """
 
     kind: Literal["dynamic", "static", "none"] = "dynamic"
-    init: float | Literal["caller"] = Field(default=65536.0, description="the scale itself if static")
+    init: Positive | Literal["caller"] = Field(default=65536.0, description="the scale itself if static")
     growth: float = Field(default=2.0, gt=1)
     backoff: float = Field(default=0.5, gt=0, lt=1)
     interval: int = Field(default=2000, ge=1)
-    min: float | None = None
-    max: float | Literal["finite"] | None = None
-    hysteresis: int | Literal["caller"] = 1
+    min: Positive | None = None
+    max: Positive | Literal["finite"] | None = None
+    hysteresis: Annotated[int, Field(ge=1)] | Literal["caller"] = 1
+
+    @model_validator(mode="after")
+    def _check_order(self) -> LossScale:
+        if self.min is not None and isinstance(self.max, float) and self.min > self.max:
+            raise ValueError("min is larger than max")
+        return self
 
     @property
     def start(self) -> float:

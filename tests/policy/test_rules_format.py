@@ -212,6 +212,33 @@ def test_true_is_not_one() -> None:
     assert not ArgTest(range=NumericCondition(min=0)).holds([-2, 1])
 
 
+class Odd(nn.Conv2d):
+    """A layer with a property that cannot be read."""
+
+    @property
+    def broken(self) -> int:
+        raise ValueError("not now")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "applies"),
+    [
+        ("{groups: 1}", True),
+        ("{groups: true}", False),  # as for arguments, True is not 1
+        ("{bias: null, padding_mode: zeros}", True),
+        ("{kernel_size: 3}", False),
+        ("{weight: 1.0}", False),
+        ("{broken: 1}", False),
+        ("{broken: null}", False),
+    ],
+)
+def test_attributes_are_compared_as_values(attributes: str, applies: bool, tmp_path: Path) -> None:
+    match = f"match: {{attributes: {attributes}}}"
+    rules = policy(tmp_path, f"  - id: it\n    {match}\n    cast: float32\n")
+    facts = OpFacts("conv2d", "", "float16", module=Odd(3, 4, 3, bias=False))
+    assert (rules.decide(facts).rule == "it") is applies
+
+
 def test_composite_ops_stay_whole_only_for_rules_that_name_them() -> None:
     class Similar(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ampaudit.cli.program import main
 from ampaudit.core.errors import PolicyError
 from ampaudit.core.untrusted import MAX_MESSAGE
-from ampaudit.policy import load_file, load_policy
+from ampaudit.policy import load, load_file, load_policy
 from tests.support.clock import soon
 from tests.support.rule_file import GOOD
 
@@ -124,6 +124,50 @@ MISTAKES = {
     "unclosed": (GOOD.replace("[linear]", "[linear"), r":\d+:\d+: not valid YAML"),
     "not a mapping": ("- a\n- b\n", r"1:1: a rule file is a mapping"),
     "empty": ("", r"a rule file is a mapping|not valid YAML"),
+    "a date for a word": (GOOD.replace("name: ", "2001-02-30: x\nname: "), r"1:1: a key must be a word"),
+    "merge key": (GOOD.replace("title", "<<: {autocast: true}\ntitle"), r"2:1: a key must be a word"),
+    "number without digits": (GOOD.replace("title: a test", "title: 0x_"), r"2:8: not valid YAML"),
+    "control character": (GOOD.replace("title: a test", "title: a \0"), r"2:10: a control character"),
+    "list without entries": (GOOD.replace("[linear]", "[]"), r"11:12: .*op is empty, which no op matches"),
+    "no library": (GOOD.replace("[linear]", '["::x"]'), r"11:18: ATen has no op '::x'"),
+    "no evidence": (
+        rule("  - id: a\n    when: {evidence: {}}\n    cast: float32\n"),
+        r"18:22: .*give at least one of weight_peak",
+    ),
+    "a value of what is unset": (
+        rule(
+            "  - id: a\n    match: {op: [softmax.int]}\n"
+            "    when: {arguments: {dim: {unset: true, equals: 1}}}\n    cast: lower\n"
+        ),
+        r"19:29: .*an argument that is unset has no value",
+    ),
+    "in nothing": (
+        rule(
+            "  - id: a\n    match: {op: [softmax.int]}\n"
+            "    when: {arguments: {dim: {in: []}}}\n    cast: lower\n"
+        ),
+        r"19:29: .*no value is in an empty list",
+    ),
+    "clamp to NaN": (rule("  - id: a\n    cast: lower\n    clamp: .nan\n"), r"19:12: .*finite"),
+    "clamp below 0": (rule("  - id: a\n    cast: lower\n    clamp: -1\n"), r"19:12: .*than 0"),
+    "infinite scale": (
+        GOOD.replace("title", "loss_scale: {init: .inf}\ntitle"),
+        r"2:20: loss_scale\.init: Input should be a finite number or 'caller'",
+    ),
+    "scale of nothing": (GOOD.replace("title", "loss_scale: {init: 0}\ntitle"), r"2:20: loss_scale\.init"),
+    "limits the wrong way round": (
+        GOOD.replace("title", "loss_scale: {min: 4, max: 2}\ntitle"),
+        r"2:13: loss_scale: min is larger than max",
+    ),
+    "half an interval": (
+        GOOD.replace("title", "loss_scale: {interval: 1.5}\ntitle"),
+        r"2:24: loss_scale\.interval: .*valid integer",
+    ),
+    "a list as attribute": (
+        GOOD.replace("{op: [linear]}", "{attributes: {stride: [1, 1]}}"),
+        r"11:34: rules\.1\.match\.attributes\.stride: .*boolean or a valid integer",
+    ),
+    "missing parent": (GOOD.replace("title", "extends: [no.yaml]\ntitle"), r"2:11: there is no file"),
     "NaN": (
         rule("  - id: deep\n    when: {depth: {min: .nan}}\n    cast: float32\n"),
         r"18:25: rules\.2\.when\.depth\.min",
@@ -155,6 +199,20 @@ def test_near_misses_are_suggested(tmp_path: Path) -> None:
         with pytest.raises(PolicyError) as caught:
             load_policy(str(path))
         assert f"did you mean '{near}'" in caught.value.hint
+
+
+def test_parents_that_are_shared_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four files of each generation extend all of the next: 4^7 paths lead to the last one."""
+    reads: list[Path] = []
+    read = load.read_yaml
+    monkeypatch.setattr(load, "read_yaml", lambda path: reads.append(path) or read(path))
+    for age in range(7):
+        parents = "".join(f"\n  - p{age + 1}{n}.yaml" for n in range(4)) if age < 6 else " [half]"
+        for n in range(4):
+            written(tmp_path, f"name: p{age}{n}\ntitle: t\nextends:{parents}\n", f"p{age}{n}")
+    loaded = load_file(str(tmp_path / "p00.yaml"))
+    assert loaded.file.weights.storage == "lower"
+    assert len([path for path in reads if path.parent == tmp_path]) == 1 + 6 * 4
 
 
 def test_a_policy_that_extends_itself(tmp_path: Path) -> None:

@@ -216,8 +216,9 @@ def _with_unique_ids(rules: Sequence[Rule], reserved: Set[str]) -> list[Rule]:
 
 
 def _about_sites(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> list[Rule]:
-    match = Match(site=tuple(map(literal, sites)))
-    return [_rule(f"{name}-{sites[0]}", match, cast, why)] if sites else []
+    if not sites:
+        return []
+    return [_rule(f"{name}-{sites[0]}", Match(site=tuple(map(literal, sites))), cast, why)]
 
 
 def _rule(name: str, match: Match, cast: Cast, why: str) -> Rule:
