@@ -16,6 +16,7 @@ MIN_SIZES = 3  # two parameters always fit two points
 _MIN_GROWTH = 0.1  # bits over all sizes; less is not growth
 _MIN_R_SQUARED = 0.95
 _ALIKE = 0.02  # bits; fits whose residuals differ by less count as equally good
+_ROUGH = 0.1  # bits; of a fit that is off by more, growth may have started late
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)  # Student's t, two-sided, from 1 degree on
 _FARTHEST = 64  # times the largest size; a fit of a few sizes does not extrapolate further
 
@@ -162,30 +163,42 @@ def crossing_of(sizes: Sequence[int], peaks: Sequence[float], limit: float) -> C
     """Fit a power, a line and a logarithm to peaks, and return where the best fit passes the limit.
 
     The interval spans the 90 % prediction intervals of all equally good fits, and of these fits with one size
-    left out. Sizes must increase.
+    left out. Sizes must increase. Where no fit is close to all sizes, growth may start late: the smallest are
+    left out, if the others are then fitted nearly exactly.
 
     Returns:
         ``None`` for fewer than three sizes, peaks that do not grow, a poor fit, or a limit that is too far.
     """
-    if len(sizes) < MIN_SIZES or min(peaks) <= 0 or not all(map(math.isfinite, peaks)):
-        return None
-    bits = np.log2(peaks)
-    if bits[-1] - bits[0] < _MIN_GROWTH:
-        return None
-    fits = sorted(
-        filter(None, (_fit(form, sizes, peaks) for form in _AXES)), key=lambda fit: round(fit.residual, 4)
-    )
-    if not fits:
+    fits, r_squared = _fits(sizes, peaks)
+    if not fits or fits[0].residual > _ROUGH:
+        for first in range(1, len(sizes) - MIN_SIZES + 1):
+            late, exactness = _fits(sizes[first:], peaks[first:])
+            if late and late[0].residual <= _ALIKE:
+                sizes, peaks, fits, r_squared = sizes[first:], peaks[first:], late, exactness
+                break
+    if r_squared < _MIN_R_SQUARED:
         return None
     best = fits[0]
-    r_squared = 1.0 - best.residual**2 / float(np.var(bits))
     size = best.reaches(limit)
-    if r_squared < _MIN_R_SQUARED or not 1.0 <= size <= _FARTHEST * sizes[-1]:
+    if not 1.0 <= size <= _FARTHEST * sizes[-1]:
         return None
     alike = [fit for fit in fits if fit.residual <= 2 * best.residual + _ALIKE]
     ends = [size, *(end for fit in alike for end in _ends(fit, sizes, peaks, limit))]
     exponent = best.slope if best.form == "power" else None
     return Crossing(best.form, exponent, r_squared, best.residual, size, min(ends), max(ends))
+
+
+def _fits(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[list[_Fit], float]:
+    """Return the fits, best first, and the R squared of the best; 0 for peaks that do not grow."""
+    if len(sizes) < MIN_SIZES or min(peaks) <= 0 or not all(map(math.isfinite, peaks)):
+        return [], 0.0
+    bits = np.log2(peaks)
+    if bits[-1] - bits[0] < _MIN_GROWTH:
+        return [], 0.0
+    fits = sorted(
+        filter(None, (_fit(form, sizes, peaks) for form in _AXES)), key=lambda fit: round(fit.residual, 4)
+    )
+    return fits, 1.0 - fits[0].residual ** 2 / float(np.var(bits)) if fits else 0.0
 
 
 def _ends(fit: _Fit, sizes: Sequence[int], peaks: Sequence[float], limit: float) -> Iterator[float]:

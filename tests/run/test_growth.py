@@ -65,6 +65,16 @@ def test_nothing_is_said_without_growth_or_fit(peaks: list[float]) -> None:
     assert crossing_of(SIZES, peaks, LIMIT) is None
 
 
+@pytest.mark.parametrize("early", [[2.0], [3000.0], [0.0], [2.0, 2.0], [5000.0, 900.0]])
+def test_growth_may_start_late(early: list[float]) -> None:
+    """Another branch of the code runs on long inputs, or relu is 0 on short ones."""
+    sizes = [32, 64, 128, 512, 2048][2 - len(early) :]
+    found = crossing_of(sizes, [*early, 384.0, 1536.0, 6144.0], LIMIT)
+    assert found is not None
+    assert (found.form, found.size) == ("power", pytest.approx(21840))
+    assert crossing_of(sizes, [*early, 5000.0, 7000.0, 8000.0], LIMIT) is None  # at random
+
+
 def test_two_sizes_are_too_few() -> None:
     assert crossing_of((64, 256), [100.0, 400.0], LIMIT) is None
     assert crossing_of((64, 256, 1024), [100.0, 400.0, 1600.0], LIMIT) is not None
