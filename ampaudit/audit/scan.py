@@ -22,13 +22,14 @@ from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.instruments import measuring
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
+from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
-from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.policy.load import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
-from ampaudit.run.audit import Audit, run_audits
+from ampaudit.run.audit import Audit, promoted_sites, run_audits
 from ampaudit.run.backends import ContractBackend, parse_contract
 from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
@@ -54,6 +55,11 @@ class Audited:
     report: Report
     audit: Audit
     rules: RuleSet
+
+    def promoted_at(self, peak: float) -> frozenset[SiteId]:
+        """Return the 16-bit sites that the policy keeps in float32 where their output has such a peak."""
+        measured = dict.fromkeys((site.id for site in self.audit.sites), Measurement(output_peak=peak))
+        return frozenset(promoted_sites(self.rules, self.audit.sites, measured))
 
 
 @overload
@@ -152,15 +158,18 @@ def scan_policies(
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
 
-    def reports_on(sized: ModelSource) -> list[Report]:
-        return [each.report for each in audit_policies(sized, policies, config, session)]
+    def audited(sized: ModelSource) -> list[Audited]:
+        return audit_policies(sized, policies, config, session)
 
     with using_twins(config.twins):
         if not config.sweep:
-            return reports_on(source)
+            return [each.report for each in audited(source)]
         from ampaudit.audit.sweep import swept
 
-        return swept(source, config, reports_on)
+        limit = low_precision_format(config.dtype).overflow_at
+        return swept(
+            source, config, lambda sized: [(each.report, each.promoted_at(limit)) for each in audited(sized)]
+        )
 
 
 @preserved()

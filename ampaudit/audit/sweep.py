@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import TypeAlias
 
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.checks.suppress import comments_of_files, option, with_later
@@ -23,12 +25,15 @@ __all__ = ["swept"]
 
 CODE = "AMP120"
 _MAX_SITES = 10
+Sized: TypeAlias = tuple[Report, frozenset[SiteId]]
 
 
 def swept(
-    source: ModelSource, config: ScanConfig, audit: Callable[[ModelSource], list[Report]]
+    source: ModelSource, config: ScanConfig, audit: Callable[[ModelSource], list[Sized]]
 ) -> list[Report]:
     """Audit a source at each size, and return the worst report of each policy with the others' results.
+
+    The audit returns a report for each policy, and the sites that it keeps in float32 where they overflow.
 
     Raises:
         UsageError: Inputs of other sizes cannot be generated.
@@ -39,24 +44,36 @@ def swept(
         hint = f"write def example_inputs({axis}={values[0]}): ..., or pass such a function as inputs"
         raise UsageError(f"--sweep: the inputs of {source.location} have no sizes to choose", hint=hint)
     reports: dict[int, list[Report]] = {}
+    promoted: defaultdict[int, set[SiteId]] = defaultdict(set)  # by the number of the policy
     failures: dict[int, AuditError] = {}
     for value in values:
         try:
-            reports[value] = audit(replace(source, batches=source.sized({axis: value})))
+            audited = audit(replace(source, batches=source.sized({axis: value})))
         except UsageError:
             raise
         except AuditError as error:
             failures[value] = error
+            continue
+        reports[value] = [report for report, _ in audited]
+        for index, (_, sites) in enumerate(audited):
+            promoted[index] |= sites
     if not reports:
         raise failures[values[0]]
     problems = {value: first_line(error) for value, error in failures.items()}
     policies = len(next(iter(reports.values())))
-    worst = [_worst({v: r[i] for v, r in reports.items()}, axis, problems, config) for i in range(policies)]
+    worst = [
+        _worst({v: r[i] for v, r in reports.items()}, promoted[i], axis, problems, config)
+        for i in range(policies)
+    ]
     return [_with_warnings(report, config, comments=not source.names_files) for report in worst]
 
 
 def _worst(
-    reports: Mapping[int, Report], axis: str, problems: Mapping[int, str], config: ScanConfig
+    reports: Mapping[int, Report],
+    promoted: Set[SiteId],
+    axis: str,
+    problems: Mapping[int, str],
+    config: ScanConfig,
 ) -> Report:
     def rank(value: int) -> tuple[int, int, float, int]:
         report = reports[value]
@@ -68,7 +85,7 @@ def _worst(
     values = [_value(value, report) for value, report in reports.items()]
     values += [SweptValue(value, "not run", problem=problem) for value, problem in problems.items()]
     values.sort(key=lambda swept: swept.value)
-    growth = sorted(_growth(reports, config), key=lambda result: result.crossing)
+    growth = sorted(_growth(reports, promoted, config), key=lambda result: result.crossing)
     result = Sweep(axis, tuple(values), worst, tuple(growth[:_MAX_SITES]))
     return replace(reports[worst], sweep=result)
 
@@ -78,7 +95,8 @@ def _with_warnings(report: Report, config: ScanConfig, *, comments: bool) -> Rep
     sweep = report.sweep
     assert sweep is not None
     sites = {site.site: site for site in report.sites}
-    beyond = (each for each in sweep.growth if each.extrapolated and each.site in sites)
+    ahead = (each for each in sweep.growth if each.extrapolated and not each.promoted)
+    beyond = (each for each in ahead if each.site in sites)
     added = [_finding(growth, sites[growth.site], report, sweep) for growth in beyond]
     files = dict.fromkeys(line.file for growth in added if (line := growth.source) is not None)
     hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
@@ -115,7 +133,7 @@ def _value(value: int, report: Report) -> SweptValue:
     )
 
 
-def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeGrowth]:
+def _growth(reports: Mapping[int, Report], promoted: Set[SiteId], config: ScanConfig) -> Iterator[SizeGrowth]:
     """Yield the fits of the 16-bit sites that overflow within or beyond the sizes that were run."""
     limit = low_precision_format(config.dtype).overflow_at
     rows = {value: _largest(report) for value, report in reports.items()}
@@ -138,6 +156,7 @@ def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeG
             low=math.floor(round(low, 3)),
             high=None if math.isinf(high) else math.ceil(round(high, 3)),
             extrapolated=not over,
+            promoted=rows[sizes[-1]][place][1] in promoted,
         )
 
 

@@ -117,6 +117,7 @@ class SizeGrowth:
         low: Least such size in the 90 % prediction intervals of the fits that are as good.
         high: Largest such size; null if there is none.
         extrapolated: Whether the size lies beyond those that were run.
+        promoted: Whether the policy keeps the site in float32 at that size, by a rule about measured values.
     """
 
     site: SiteId
@@ -129,6 +130,7 @@ class SizeGrowth:
     low: int
     high: int | None
     extrapolated: bool
+    promoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +152,4 @@ class Sweep:
     @property
     def soonest(self) -> SizeGrowth | None:
         """The site that would overflow first beyond the sizes that were run."""
-        return next((growth for growth in self.growth if growth.extrapolated), None)
+        return next((growth for growth in self.growth if growth.extrapolated and not growth.promoted), None)

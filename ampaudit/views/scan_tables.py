@@ -374,6 +374,7 @@ def _growth_cells(growth: SizeGrowth, axis: str) -> list[str | Line]:
     }
     fit = f"{form[growth.form]}, R^2 {growth.r_squared:.4f} of {sizes} sizes"
     how = ("extrapolated", "yellow") if growth.extrapolated else ("between sizes that were run", "")
+    how = ("the policy keeps it in float32 there", "") if growth.promoted else how
     return [
         growth.site,
         f"{growth.crossing:,}",

@@ -261,6 +261,40 @@ def test_values_that_depend_on_no_parameter_are_predicted() -> None:
         assert ampaudit.scan(Running(), inputs(size), policy="half", device="cpu").verdict == verdict
 
 
+class Gram(nn.Module):
+    """Multiplies its input with itself: 9 times the length, which is 65,520 with 7,280."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (y.mT @ y) / x.shape[-2]
+
+
+def threes(length: int) -> Tensor:
+    return torch.full((1, length, 8), 3.0)
+
+
+@pytest.mark.parametrize("sizes", [[64, 256, 1024], [64, 256, 1024, 16_384]])
+@pytest.mark.parametrize("policy", ["ampaudit", "torch-cuda"])
+def test_what_the_policy_would_keep_in_float32_is_no_overflow(policy: str, sizes: list[int]) -> None:
+    """The default policy measures at each size; CUDA autocast does not."""
+    measures = policy == "ampaudit"
+    report = ampaudit.scan(Gram(), threes, sweep={"length": sizes}, policy=policy, device="cpu")
+    assert report.sweep is not None
+    (growth,) = (growth for growth in report.sweep.growth if growth.site == "(top)/matmul")
+    assert (growth.crossing, growth.promoted) == (7280, measures)
+    ahead = len(sizes) == 3 and not measures
+    assert ("AMP120" in [f.code for f in report.findings]) is ahead
+    assert ("would overflow" in str(report)) is ahead
+    assert ("the policy keeps it in float32 there" in str(report)) is measures
+    there = ampaudit.scan(Gram(), threes(growth.crossing), policy=policy, device="cpu")
+    assert there.verdict == ("pass" if measures else "fail")
+
+
 def test_masks_among_the_inputs_are_no_data() -> None:
     """A mask of 0 and 1, and one that is ready to be added, leave the headroom to the scores."""
 
