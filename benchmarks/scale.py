@@ -118,17 +118,17 @@ def size(records: dict[int, list[RunRecord]]) -> dict[str, Any]:
     """Bytes of JSON per site and batch, and per measured value, which gradients are as well."""
     written = sum(len(records_to_json(record)) for record in records.values())
     sites = [len(record.observations) for found in records.values() for record in found]
-    gradients = [
-        len(record.gradients.sites) + len(record.gradients.parameters)
+    counts = [
+        len(gradients.sites) + len(gradients.parameters)
         for found in records.values()
         for record in found
-        if record.gradients is not None
+        if (gradients := record.parts.get("backward")) is not None
     ]
     return {
         "sites": sites[0],
-        "gradients": gradients[0] if gradients else 0,
+        "gradients": counts[0] if counts else 0,
         "bytes_per_site": round(written / sum(sites), 1),
-        "bytes_per_value": round(written / (sum(sites) + sum(gradients)), 1),
+        "bytes_per_value": round(written / (sum(sites) + sum(counts)), 1),
     }
 
 

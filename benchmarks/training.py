@@ -26,10 +26,10 @@ from torch import nn
 import ampaudit
 from ampaudit.cli.loading import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
+from ampaudit.instruments.backward.audit import GradientAudit
 from ampaudit.policy import load_policy
 from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import RunConfig, Runner
-from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.source import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 from benchmarks.casts import Casts
@@ -106,8 +106,7 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     for number in range(repeats):
         theirs.append(timed(plain, device))
         ours.append(timed(lambda n=number: runner.run(batch, n), device))
-    gradients = runner.end_batch().gradients
-    assert gradients is not None
+    gradients = runner.end_batch().parts["backward"]
     assert not gradients.origins
     return {"plain_s": statistics.median(theirs), "ratio": ratios(ours, theirs)}
 

@@ -162,7 +162,14 @@ def test_files_are_checked_by_a_process_without_torch() -> None:
 
 
 def test_a_plain_scan_loads_nothing_of_other_modes() -> None:
-    modes = ("audit.advi", "audit.proofs", "audit.sweep", "bounds", "run.backward.gradients", "run.against.r")
+    modes = (
+        "audit.advi",
+        "audit.proofs",
+        "audit.sweep",
+        "bounds",
+        "instruments.backward.audit",
+        "run.against.r",
+    )
     for module in ("ampaudit.cli.scan_command", "ampaudit.audit.scan"):
         for name, way in ways_from(module).items():
             loaded = name.removeprefix("ampaudit.").startswith(modes)

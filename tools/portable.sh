@@ -12,7 +12,7 @@ parts=("$@")
 # what computes, so that the processor and its libraries could matter; what is written for people
 numeric=(
     tests/run/test_{accuracy,buffers,evidence,extreme_value,low_precision,measure,origins,run}.py
-    tests/run/backward/test_gradients.py tests/bounds/test_bounds.py
+    tests/instruments/backward/test_gradients.py tests/bounds/test_bounds.py
     tests/audit/test_{findings,models,proofs,silent}.py tests/trace/test_{half,oracle_ops,unusual_models}.py
     tests/training/test_{prepare,scaler}.py tests/export/test_storage.py
 )

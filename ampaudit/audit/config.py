@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
 from ampaudit.core.assumptions import parse_assumption, parse_sweep, sweep_text
@@ -19,11 +19,10 @@ from ampaudit.core.config import (
     Option,
     Seed,
     Texts,
-    UserFunction,
     python_only,
 )
 from ampaudit.core.errors import UsageError
-from ampaudit.core.instruments import RUNS, Need, instruments
+from ampaudit.core.instruments import RUNS, Instrument, Need, instruments
 from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
 from ampaudit.findings.finding import FailOn, FailOnGaps
@@ -81,11 +80,11 @@ MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
 _TAKES_AWAY = {
     "ranges": Need.LOW_PRECISION,
     "static": Need.RUN,
-    "backward": Need.FORWARD_ONLY,
     "steps": Need.ONE_STEP,
     "sweep": Need.ONE_SIZE,
     "memory": Need.WHOLE_MODEL,
     "against": Need.OWN_REFERENCE,
+    **{each.name: each.takes_away for each in instruments() if each.takes_away is not None},
 }
 _NEEDS: Mapping[str, Collection[Need]] = {
     "static": {Need.LOW_PRECISION},
@@ -94,7 +93,6 @@ _NEEDS: Mapping[str, Collection[Need]] = {
     "contract": {Need.LOW_PRECISION, Need.FORWARD_ONLY},
     "memory": {Need.RUN, Need.FORWARD_ONLY, Need.ONE_STEP},
     "sweep": RUNS,
-    "backward": RUNS,
     "steps": RUNS | {Need.FORWARD_ONLY},
     "advise": RUNS | {Need.FORWARD_ONLY},
     "diff": RUNS | {Need.FORWARD_ONLY},
@@ -194,14 +192,6 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         str,
         Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
-    backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
-    loss: Annotated[
-        UserFunction | None,
-        python_only("Loss function, called as loss(output) or loss(output, batch); for backward."),
-    ] = None
-    loss_scale: Annotated[
-        float | None, Gt(0), Option("Multiply the loss by X instead of the policy's scale.", metavar="X")
-    ] = None
     prove: Annotated[bool, Option("Prove sites safe for all inputs in range.")] = False
     stress: Annotated[
         int, Ge(0), Option("Search for inputs that overflow: N evaluations per site.", metavar="N")
@@ -235,6 +225,16 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
     ] = None
 
     @property
+    def requested(self) -> tuple[Instrument, ...]:
+        """The instruments whose options are set."""
+        return tuple(instrument for instrument in instruments() if getattr(self, instrument.name))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model runs in training mode, unless an option says otherwise."""
+        return any(instrument.trains for instrument in self.requested)
+
+    @property
     def first_sizes(self) -> dict[str, int] | None:
         """Sizes to load the model with; ``None`` without a sweep."""
         if not self.sweep:
@@ -253,8 +253,6 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         if self.next_inputs is not None and self.steps is None:
             hint = "add steps=N, or leave it out"
             raise UsageError("next_inputs makes the inputs of further steps", hint=hint)
-        if self.loss_scale is not None and not self.backward:
-            raise UsageError("--loss-scale scales gradients", hint="add --backward, or leave it out")
         super().check()
         if self.contract:
             from ampaudit.run.backends import parse_contract

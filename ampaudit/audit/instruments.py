@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from ampaudit.audit.checks.interface import Check
-from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.core.formats import NumberFormat
-from ampaudit.core.instruments import Instrument, instruments, measuring
+from ampaudit.core.instruments import Instrument, measuring
+from ampaudit.report.model import Report
 from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["Measuring", "checks_of", "requested"]
+__all__ = ["Measuring", "checks_of"]
 
 
 class Measuring(Protocol):
@@ -28,16 +29,21 @@ class Measuring(Protocol):
     part: ClassVar[type]
     checks: ClassVar[Sequence[Check]] = ()
 
+    def prepared(self, source: ModelSource, options: Any) -> ModelSource:
+        """Return the model and batches to run; ``options`` has the fields of the instrument."""
+        return source
+
     def configured(self, run_config: RunConfig, source: ModelSource, options: Any) -> RunConfig:
-        """Add a recorder to the configuration of a run; ``options`` has the fields of the instrument."""
+        """Add a recorder to the configuration of a run."""
 
     def section(self, audit: Audit, number_format: NumberFormat) -> Any:
-        """Return the section of the report."""
+        """Return the section of the report, if it has one."""
+        return None
 
-
-def requested(config: ScanConfig) -> tuple[Instrument, ...]:
-    """Return the instruments whose options are set."""
-    return tuple(instrument for instrument in instruments() if getattr(config, instrument.name))
+    def reported(self, instrument: Instrument, report: Report, audit: Audit, context: CheckContext) -> Report:
+        """Return the report with the measurements, by default as a section."""
+        section = self.section(audit, context.number_format)
+        return replace(report, sections=report.sections | {instrument.name: section})
 
 
 def checks_of(chosen: Iterable[Instrument]) -> Iterator[Check]:

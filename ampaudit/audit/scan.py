@@ -15,10 +15,10 @@ from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
-from ampaudit.audit.instruments import checks_of, requested
+from ampaudit.audit.instruments import checks_of
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.core.config import with_options
-from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.instruments import measuring
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
@@ -26,7 +26,6 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
 from ampaudit.policy import Measurement, RuleSet, load_policy
-from ampaudit.policy.load import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, promoted_sites, run_audits
@@ -34,12 +33,11 @@ from ampaudit.run.backends import ContractBackend, parse_contract
 from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.share import ALONE, Share
-from ampaudit.source import Batch, ModelSource
+from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.loss import WithLoss, item_apart
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
 
@@ -125,7 +123,7 @@ def scan(
     config = ScanConfig.merged(config, options)
     config.check()
     policies = policies_of(config.policy if policy is None else policy)
-    loading = source or SourceConfig(seed=config.seed, train=config.backward)
+    loading = source or SourceConfig(seed=config.seed, train=config.trains)
     if config.sweep and isinstance(loading, SourceConfig):
         loading = loading.changed(input_sizes=config.first_sizes)
     opened = as_source(model, inputs, batches, loading)
@@ -197,7 +195,7 @@ def _configured(
     config: ScanConfig,
     session: Session,
 ) -> tuple[ModelSource, list[RunConfig]]:
-    """Return the source as it is run, with its loss or steps, and the configuration under each policy."""
+    """Return the source as it is run, with its steps or loss, and the configuration under each policy."""
     backend = session.backend
     if backend is not None and not isinstance(getattr(backend, "name", None), str):
         raise UsageError(
@@ -220,8 +218,8 @@ def _configured(
         batches, function, fed_back = stepping(source.model, source.batches, declared, config.steps)
         source = replace(source, batches=batches)
         common = replace(common, steps=Steps(config.steps, function, fed_back))
-    if config.backward:
-        source = _with_loss(source, config)
+    for instrument in config.requested:
+        source = measuring(instrument).prepared(source, config)
     common = replace(common, memory=_memory(source, device, config, session.share or ALONE))
     contract = parse_contract(config.contract)
     if contract.words and not config.static:
@@ -233,22 +231,14 @@ def _configured(
 
 
 def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
-    """Add the reference, the loss scale and the recorders, which depend on the policy."""
+    """Add the reference and the recorders, which depend on the policy."""
     if source.reference is not None:
         from ampaudit.run.against.reference import ReferenceModel
 
         other = source.reference
         reference = ReferenceModel(other.model, other.batches, run_config, source.places)
         run_config = replace(run_config, against=reference)
-    if config.backward:
-        from ampaudit.run.backward.gradients import GradientAudit
-
-        assert run_config.rules is not None, "--ranges has no backward pass"
-        scale = starting_scale(run_config.rules.file.loss_scale, run_config.number_format)
-        if config.loss_scale is not None:
-            scale = StartingScale(config.loss_scale, False, "as given")
-        run_config = replace(run_config, recorders=(GradientAudit,), functionalize=True, loss_scale=scale)
-    for instrument in requested(config):
+    for instrument in config.requested:
         run_config = measuring(instrument).configured(run_config, source, config)
     return run_config
 
@@ -282,7 +272,7 @@ def _report(
     on_progress: Progress,
 ) -> Report:
     """Return the report of an audit; ``usual`` is the audit without an execution contract."""
-    form, instruments = run_config.number_format, requested(config)
+    form, instruments = run_config.number_format, config.requested
     table = None
     if config.prove or config.static or config.stress > 0:
         from ampaudit.audit.proofs import compare_with_run, prove, stressed
@@ -324,13 +314,14 @@ def _report(
     searched = stressed(source, audit, run_config, context, on_progress) if stress else ()
     idle = ("--stress searched nothing: each 16-bit site is proved, broken or constant",)
     reference = source.reference
+    for instrument in instruments:
+        report = measuring(instrument).reported(instrument, report, audit, context)
     return replace(
         report,
         notes=(*source.notes, *report.notes, *(idle if stress and not searched else ())),
         against=None if reference is None else against_report(context, reference.location),
         combined=combined,
         advised=advising,
-        sections={each.name: measuring(each).section(audit, form) for each in instruments},
         stressed=searched,
     )
 
@@ -360,29 +351,3 @@ def usual_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
     return int(psutil.virtual_memory().available * _HOST_SHARE)
-
-
-def _with_loss(source: ModelSource, config: ScanConfig) -> ModelSource:
-    """Return the source with its loss as a part of the model.
-
-    Raises:
-        UsageError: An option supports the forward pass only.
-        InputError: No parameter requires a gradient.
-    """
-    if source.release is not None:
-        raise UsageError("--backward cannot be combined with --stream", hint="leave out --stream")
-    if source.kind in ("pt2", "converted"):
-        raise UsageError(
-            f"--backward: {source.location} is an exported program, which has no loss",
-            hint="scan the Python model",
-        )
-    if not any(parameter.requires_grad for parameter in source.model.parameters()):
-        raise InputError(
-            "no parameter of the model requires a gradient",
-            hint="call requires_grad_() on the parameters to train",
-        )
-    batches = tuple(
-        Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)), name=batch.name)
-        for batch in source.batches
-    )
-    return replace(source, model=WithLoss(source.model, config.loss or source.loss), batches=batches)

@@ -13,11 +13,10 @@ from ampaudit.audit.checks.coverage import gaps_of
 from ampaudit.audit.checks.interface import HANDS_ON, CheckContext, finding_source, source_of
 from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.core import __version__
-from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
+from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.findings.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
-from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -35,7 +34,6 @@ from ampaudit.report.model import (
     WhatIf,
 )
 from ampaudit.run.audit import Audit
-from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import ReadStats
@@ -43,7 +41,15 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
+__all__ = [
+    "THIS_TOOL",
+    "build_report",
+    "changed_verdicts",
+    "finite",
+    "headroom_bits",
+    "rounded",
+    "this_environment",
+]
 
 SiteVerdict = Literal["proved", "observed", "overflows", "poisoned", "not observed"]
 _MOST_ANSWERS = 2  # distinct values that are listed for one line
@@ -95,7 +101,6 @@ def build_report(
         proofs=_proofs(context),
         tails=_tails(context),
         path=path_report(context),
-        backward=backward_report(context),
         steps=context.steps,
         environment=this_environment(),
         gaps=gaps,
@@ -152,8 +157,6 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
         verdict = "overflows" if site.id in context.origins else "poisoned"
     elif site.id in context.proved:
         verdict = "proved"
-    gradients = context.record.gradients
-    gradient = gradients.sites.get(site.id) if gradients is not None else None
     if stats is not None:
         forward = _forward(stats, context.number_format, context.record.names.get(stats.peak_batch))
         if context.config.ranges:
@@ -173,9 +176,8 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
         verdict=verdict,
         by_design=site.id in context.by_design,
         forward=forward,
-        gradient=None if gradient is None else _gradient(context, gradient),
-        bound=_finite(bound.peak) if bound is not None else None,
-        bound_inside=_finite(bound.inside) if bound is not None else None,
+        bound=finite(bound.peak) if bound is not None else None,
+        bound_inside=finite(bound.inside) if bound is not None else None,
         inside=stats.inside_peak if stats is not None and stats.inside_peak > 0 else None,
         what_if=what_if,
     )
@@ -211,12 +213,12 @@ def _forward(stats: Observation, form: NumberFormat, batch: str | None) -> Forwa
     count = max(samples.sampled, 1)
     return Forward(
         peak=stats.finite_peak,
-        headroom_bits=_bits(form, stats.finite_peak),
+        headroom_bits=headroom_bits(form, stats.finite_peak),
         inf=int(stats.pos_inf + stats.neg_inf),
         nan=int(stats.nan),
         elements=stats.elements,
-        sqnr_db=_rounded(stats.sqnr_db),
-        local_sqnr_db=_rounded(stats.local_sqnr_db),
+        sqnr_db=rounded(stats.sqnr_db),
+        local_sqnr_db=rounded(stats.local_sqnr_db),
         local_elements=stats.local_elements,
         sampled=samples.sampled,
         min_nonzero=samples.min_nonzero,
@@ -235,7 +237,7 @@ def _what_if(stats: Observation, form: NumberFormat) -> WhatIf:
     _, cut = math.frexp(form.flush_below)
     vanished = sum(n for exponent, n in samples.exponents.items() if exponent < cut - 1)
     return WhatIf(
-        headroom_bits=_bits(form, stats.ref_peak),
+        headroom_bits=headroom_bits(form, stats.ref_peak),
         overflows=stats.ref_peak >= form.overflow_at,
         vanish=vanished / nonzero if nonzero else 0.0,
     )
@@ -246,17 +248,17 @@ def _output_accuracy(
 ) -> OutputAccuracy:
     comparison = context.record.outputs.get(name)
     if comparison is None:
-        return OutputAccuracy(name, site, _rounded(sqnr))
+        return OutputAccuracy(name, site, rounded(sqnr))
     broken = sqnr == -math.inf
     problem = accuracy_text(comparison, context.number_format.name) if broken else ""
     return OutputAccuracy(
         name,
         site,
-        None if broken else _rounded(sqnr),
+        None if broken else rounded(sqnr),
         kind=comparison.kind,
         differing=comparison.differing,
         problem=problem,
-        variation_db=_rounded(comparison.variation_db),
+        variation_db=rounded(comparison.variation_db),
         constant=comparison.constant if comparison.kind != "integer" else None,
         empty=not comparison.elements and not comparison.mismatch,
         repaired=bool(comparison.bad) and not problem,
@@ -264,62 +266,18 @@ def _output_accuracy(
     )
 
 
-def _bits(form: NumberFormat, peak: float) -> float | None:
+def headroom_bits(form: NumberFormat, peak: float) -> float | None:
+    """Return a headroom as reports show it; ``None`` if all values are zero."""
     return round(form.headroom_bits(peak), 4) if peak > 0 else None
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
+    """Round an accuracy in dB as reports show it."""
     return None if value is None else round(value, 3)
 
 
-def backward_report(context: CheckContext) -> BackwardReport | None:
-    """Return everything about the backward pass that is not specific to one site."""
-    record = context.record.gradients
-    if record is None:
-        return None
-    advice = context.scale_advice
-    # bfloat16 has the range of float32: where the gradients fit as they are, no scale is needed
-    unscaled = context.number_format is BFLOAT16 and advice is not None and advice.low <= 0 <= advice.high
-    return BackwardReport(
-        loss_scale=record.scale,
-        dynamic=record.dynamic,
-        scale_from=record.scale_from,
-        losses=tuple(
-            LossValues(_finite(wide), _finite(low), _finite(None if _same(low, repaired) else repaired))
-            for wide, low, repaired in record.losses
-        ),
-        advice=advice,
-        suggested=advice.suggested if advice is not None and not unscaled else None,
-        parameters=tuple(
-            ParameterGradient(name, _gradient(context, stats)) for name, stats in record.parameters.items()
-        ),
-        frozen=record.frozen,
-        unused=record.unused,
-        notes=tuple(record.notes),
-    )
-
-
-def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
-    values = stats.values
-    return Gradient(
-        precision="16 bits" if stats.low_precision else "float32",
-        peak=values.finite_peak,
-        headroom_bits=_bits(context.number_format, values.finite_peak),
-        inf=int(values.pos_inf + values.neg_inf),
-        nan=int(values.nan),
-        elements=values.elements,
-        flushed=round(stats.flushed_share, 6),
-        sqnr_db=_rounded(values.sqnr_db),
-        exponents=dict(sorted(stats.exponents.items())),
-        cancelled=stats.cancelled,
-    )
-
-
-def _same(first: float, second: float) -> bool:
-    return first == second or (math.isnan(first) and math.isnan(second))
-
-
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """Return a number for a report, where ``None`` stands for inf and NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -154,13 +154,13 @@ def audited(
         if options["ranges"] or options["static"]:
             raise click.UsageError("--advise-policy needs a run in 16 bits: leave out --ranges and --static")
     loading = config_from(SourceConfig, options)
-    if options["backward"] and "train" not in arguments:
-        loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
         config = config_from(ScanConfig, options)
         advise = config.advise or options["advise_policy"] is not None
         config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
         config.check()
+        if config.trains and "train" not in arguments:
+            loading = loading.changed(train=True)
         loading = loading.changed(input_sizes=config.first_sizes)
         source = load_source(location, loading, limited=config.memory is not None)
         from ampaudit.audit.scan import as_converted, scan_policies

@@ -49,9 +49,11 @@ class Instrument:
     title: str  # label of its section on the HTML page
     options: type[Config]  # type of its options, which become options of ``scan``
     needs: frozenset[Need]  # requirements on a run
-    section: type  # type of its section in a report
+    takes_away: Need | None = None  # requirement of other options that it cannot meet
+    trains: bool = False  # whether it runs the model in training mode by default
+    section: type | None = None  # type of its section in a report, if it has one
     # the ``render.blocks`` of a section, with all rows if the second argument is true
-    view: Callable[[Any, bool], Iterator[Any]]
+    view: Callable[[Any, bool], Iterator[Any]] = lambda section, full: iter(())
     columns: tuple[str, ...] = ()  # that it adds to tables of sites
     # of these columns from a section, by site and column
     cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda section: {}
@@ -76,8 +78,9 @@ class ByInstrument:
     of: Literal["section", "part"]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        kinds = {i.name: i.section if self.of == "section" else measuring(i).part for i in instruments()}
-        fields = {name: handler.generate_schema(kind) for name, kind in kinds.items()}
+        sections = self.of == "section"
+        kinds = {i.name: i.section if sections else measuring(i).part for i in instruments()}
+        fields = {name: handler.generate_schema(kind) for name, kind in kinds.items() if kind}
         return core_schema.typed_dict_schema(
             {name: core_schema.typed_dict_field(field, required=False) for name, field in fields.items()}
         )

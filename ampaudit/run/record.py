@@ -23,7 +23,6 @@ from ampaudit.core.text import ratio_db
 from ampaudit.findings.finding import Gap
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
-from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.device import guarded
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, StepCall, shape_of
 from ampaudit.run.measure import Observation
@@ -522,7 +521,6 @@ class RunRecord:
         chosen: Indices selected in stacks of matrices, such as experts, by name of the stack.
         twins: Reason why the twin of an op was not checked, by op; empty if it agrees with the kernel.
         seconds: Wall time per phase.
-        gradients: Record of the backward pass, if any.
         parts: Records of instruments, by their names.
         outputs: Comparison of each output, without repairs, in its worst batch.
         edited: Comparison of edited code in FP32 with the user's FP32 model, by output; empty without edits.
@@ -555,7 +553,6 @@ class RunRecord:
     chosen: dict[str, _Numbers] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    gradients: GradientRecord | None = None
     parts: Annotated[dict[str, Any], ByInstrument("part")] = field(default_factory=dict)
     outputs: dict[str, OutputComparison] = field(default_factory=dict)
     edited: dict[str, OutputComparison] = field(default_factory=dict)
@@ -625,10 +622,6 @@ class RunRecord:
         self.twins |= {op: self.twins.get(op) or why for op, why in later.twins.items()}
         for phase, seconds in later.seconds.items():
             self.add_seconds(phase, seconds)
-        if later.gradients is not None:
-            if self.gradients is None:
-                self.gradients = later.gradients.empty_copy()
-            self.gradients.join(later.gradients)
         for name, part in later.parts.items():
             self.parts[name] = self.parts[name].joined(part) if name in self.parts else part
         merge_outputs(self.outputs, later.outputs)

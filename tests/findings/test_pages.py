@@ -61,7 +61,6 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         ranges=options.pop("ranges", "") == "true",
         contract=options.pop("contract", ""),
         steps=int(given) if (given := options.pop("steps", "")) else None,
-        backward=options.pop("backward", "") == "true",
         sweep=options.pop("sweep", ""),
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
         against=options.pop("against", "").replace("model.py", str(path)) or None,

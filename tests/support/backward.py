@@ -11,10 +11,10 @@ from torch import nn
 
 from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.core.session import silent
+from ampaudit.instruments.backward.audit import GradientAudit, MeasuringObserver
 from ampaudit.policy import load_policy
 from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.backward.gradients import GradientAudit, MeasuringObserver
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from ampaudit.audit.checks import (
     causes,
     coverage,
-    gradients,
     model_code,
     outputs,
     precision,
@@ -38,6 +37,5 @@ ALL_CHECKS: tuple[Check, ...] = (
     *outputs.CHECKS,
     *model_code.CHECKS,
     *speed.CHECKS,
-    *gradients.CHECKS,
     *coverage.CHECKS,
 )

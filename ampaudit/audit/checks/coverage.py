@@ -51,10 +51,6 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     for site in context.graph_sites:
         if site.twin and (reason := context.record.twins.get(site.twin.op, "nothing was run")):
             candidates.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
-    gradients = context.record.gradients
-    for custom in gradients.untraced if gradients is not None else ():
-        if not custom.instead:
-            candidates.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
     for read in context.record.path.reads.values():
         if read.kind is ReadKind.ARRAY:
             candidates.append(Gap(read.place, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))

@@ -16,11 +16,9 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, ratio_db
 from ampaudit.findings.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.findings.pages import page_of
-from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.audit import Audit
 from ampaudit.run.backends import Contract, parse_contract
-from ampaudit.run.backward.record import NamedGradient, advice_on_scale
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import Origin, RunRecord, StepObservation
 from ampaudit.run.weights import WeightRange, weight_ranges
@@ -102,24 +100,6 @@ class CheckContext:
     def site(self) -> dict[SiteId, Site]:
         """Sites by id."""
         return {site.id: site for site in self.sites}
-
-    @cached_property
-    def gradients(self) -> tuple[NamedGradient, ...]:
-        """The measured gradients, sites in graph order before parameters; none without ``--backward``."""
-        record = self.record.gradients
-        if record is None:
-            return ()
-        of_sites = [
-            NamedGradient(s.id, s.layer, record.sites[s.id]) for s in self.sites if s.id in record.sites
-        ]
-        others = [NamedGradient(n, n.rpartition(".")[0], g) for n, g in record.parameters.items()]
-        return (*of_sites, *others)
-
-    @cached_property
-    def scale_advice(self) -> ScaleAdvice | None:
-        """The suitable loss scales; ``None`` if no gradient is stored in 16 bits."""
-        record = self.record.gradients
-        return None if record is None else advice_on_scale(self.gradients, self.number_format, record.scale)
 
     @cached_property
     def broken_weights(self) -> frozenset[str]:

@@ -20,6 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.core.ops import having
 from ampaudit.core.text import short_op
+from ampaudit.instruments.backward.audit import GradientAudit, gradient_dtypes
+from ampaudit.instruments.backward.passes import BackwardPass, FaultSource, GradientObserver, GradientPair
+from ampaudit.instruments.backward.vjp import Tape, TapeEntry, vjp
 from ampaudit.instruments.sensitivity import INSTRUMENT
 from ampaudit.instruments.sensitivity.outputs import enough_probes, max_probes, signs_like
 from ampaudit.instruments.sensitivity.probe import (
@@ -36,9 +39,6 @@ from ampaudit.instruments.sensitivity.probe import (
     values_of,
 )
 from ampaudit.run.backends import Float32Backend, rounded
-from ampaudit.run.backward.backward import BackwardPass, FaultSource, GradientObserver, GradientPair
-from ampaudit.run.backward.gradients import GradientAudit, gradient_dtypes
-from ampaudit.run.backward.vjp import Tape, TapeEntry, vjp
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import refuse_more_than_memory, restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, resolved

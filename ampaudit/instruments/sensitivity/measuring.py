@@ -14,6 +14,7 @@ from ampaudit.audit.checks.interface import finding_source
 from ampaudit.audit.instruments import Measuring
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.text import ratio_db
+from ampaudit.instruments.backward.audit import GradientAudit
 from ampaudit.instruments.sensitivity import INSTRUMENT, Sensitivity
 from ampaudit.instruments.sensitivity.gradients import GradientProbe
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
@@ -25,7 +26,6 @@ from ampaudit.instruments.sensitivity.probe import (
 )
 from ampaudit.report.tuning import Noise, NoiseKind
 from ampaudit.run.audit import Audit
-from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 

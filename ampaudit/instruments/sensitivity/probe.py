@@ -21,16 +21,16 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.core.ops import having
-from ampaudit.policy.schema import Cast
-from ampaudit.run.backends import Emulated, Float32Backend, rounded
-from ampaudit.run.backward.backward import (
+from ampaudit.instruments.backward.passes import (
     BackwardPass,
     CustomBackwards,
     FaultSource,
     GradientObserver,
     GradientPair,
 )
-from ampaudit.run.backward.vjp import Tape, TapeEntry
+from ampaudit.instruments.backward.vjp import Tape, TapeEntry
+from ampaudit.policy.schema import Cast
+from ampaudit.run.backends import Emulated, Float32Backend, rounded
 from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, StepCall, resolved
 from ampaudit.run.measure import fetch

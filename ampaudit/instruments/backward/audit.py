@@ -13,16 +13,23 @@ from torch import fx
 
 from ampaudit.core.errors import ReferenceBroken, RunFailed
 from ampaudit.core.sites import SiteId
-from ampaudit.run.backends import Backend, choose_backend
-from ampaudit.run.backward.backward import (
+from ampaudit.findings.finding import Gap, GapKind
+from ampaudit.instruments.backward import INSTRUMENT
+from ampaudit.instruments.backward.passes import (
     BackwardPass,
     CustomBackwards,
     FaultSource,
     GradientObserver,
     GradientPair,
 )
-from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats, UntracedBackward
-from ampaudit.run.backward.vjp import Tape, needs_gradient
+from ampaudit.instruments.backward.record import (
+    GradientOrigin,
+    GradientRecord,
+    GradientStats,
+    UntracedBackward,
+)
+from ampaudit.instruments.backward.vjp import Tape, needs_gradient
+from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.config import Recorder, RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.measure import (
@@ -79,7 +86,9 @@ class GradientAudit(Recorder):
 
     def take(self, record: RunRecord) -> None:
         """Move the results since the last call into the record of a batch."""
-        record.gradients, self.record = self.record, self.record.empty_copy()
+        gaps = (u for u in self.record.untraced if not u.instead)
+        record.gaps |= {Gap(gap.site, GapKind.BACKWARD, gap.name, gap.reason) for gap in gaps}
+        record.parts[INSTRUMENT.name], self.record = self.record, self.record.empty_copy()
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""

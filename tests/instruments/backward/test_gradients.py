@@ -17,9 +17,9 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageError
 from ampaudit.core.formats import BFLOAT16, FLOAT16
+from ampaudit.instruments.backward.audit import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
+from ampaudit.instruments.backward.record import GradientStats, NamedGradient, advice_on_scale
 from ampaudit.render.render import as_file
-from ampaudit.run.backward.gradients import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
-from ampaudit.run.backward.record import GradientStats, NamedGradient, advice_on_scale
 from tests.support import zoo
 from tests.support.backward import Kept, audit
 from tests.support.training.cases import HEALTHY, PLANTED, WIDTH, Case, Stack, classes, rows
@@ -45,7 +45,7 @@ def test_the_reference_is_autograds_gradient(name: str, monkeypatch: pytest.Monk
     kept = Kept(monkeypatch)
     found: zoo.ZooModel = getattr(zoo, name)()
     model = found.model.eval()
-    record = audit(model, kwargs=found.kwargs, loss=weighted).record.gradients
+    record = audit(model, kwargs=found.kwargs, loss=weighted).record.parts["backward"]
     assert record is not None
     model.zero_grad()
     if hasattr(model, "config"):

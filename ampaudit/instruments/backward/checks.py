@@ -16,13 +16,16 @@ from ampaudit.audit.checks.interface import (
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.findings.finding import Evidence, Finding, Severity
-from ampaudit.run.backward.record import (
+from ampaudit.instruments.backward import INSTRUMENT
+from ampaudit.instruments.backward.record import (
     GradientOrigin,
     GradientRecord,
     GradientStats,
+    NamedGradient,
     advice_on_scale,
     highest_exponent,
 )
+from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.trace import Role, Site
 
 __all__ = ["CHECKS", "VANISHED", "gradient_finding", "name_of", "vanishes"]
@@ -48,6 +51,26 @@ def vanishes(stats: GradientStats) -> bool:
         return False
     sqnr = stats.values.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
+
+
+def gradients_in(context: CheckContext) -> GradientRecord:
+    """Return the gradients of an audit."""
+    record: GradientRecord = context.record.parts[INSTRUMENT.name]
+    return record
+
+
+def named_gradients(context: CheckContext) -> tuple[NamedGradient, ...]:
+    """Return the measured gradients, those of sites in graph order before those of parameters."""
+    record = gradients_in(context)
+    sites = (site for site in context.sites if site.id in record.sites)
+    of_sites = [NamedGradient(site.id, site.layer, record.sites[site.id]) for site in sites]
+    others = [NamedGradient(n, n.rpartition(".")[0], stats) for n, stats in record.parameters.items()]
+    return (*of_sites, *others)
+
+
+def suitable_scales(context: CheckContext) -> ScaleAdvice | None:
+    """Return the suitable loss scales; ``None`` if no gradient is stored in 16 bits."""
+    return advice_on_scale(named_gradients(context), context.number_format, gradients_in(context).scale)
 
 
 def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
@@ -81,9 +104,7 @@ def gradient_finding(
 
 def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
     """Find the op where each overflow begins; merge those that a lower scale of at least 1 fixes."""
-    record = context.record.gradients
-    if record is None:
-        return
+    record, suits = gradients_in(context), suitable_scales(context)
     curable: list[tuple[int, GradientOrigin]] = []
     for origin in record.origins:
         stats = record.broken_at(origin)
@@ -91,10 +112,10 @@ def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
         if highest >= 0 and _exceeds_format(context, stats):
             curable.append((highest, origin))
         else:
-            yield _overflow(context, record, origin, highest)
+            yield _overflow(context, record, suits, origin, highest)
     if curable:
         highest, worst = min(curable, key=lambda item: item[0])
-        finding = _overflow(context, record, worst, highest)
+        finding = _overflow(context, record, suits, worst, highest)
         others = len(curable) - 1
         ops = "op overflows" if others == 1 else "ops overflow"
         more = f"; under this scale {others} other {ops} too" if others else ""
@@ -106,7 +127,13 @@ def _exceeds_format(context: CheckContext, stats: GradientStats | None) -> bool:
     return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 
-def _overflow(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
+def _overflow(
+    context: CheckContext,
+    record: GradientRecord,
+    suits: ScaleAdvice | None,
+    origin: GradientOrigin,
+    highest: int,
+) -> Finding:
     form, site = context.number_format, context.site[origin.site]
     stats = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
@@ -120,7 +147,6 @@ def _overflow(context: CheckContext, record: GradientRecord, origin: GradientOri
     if _exceeds_format(context, stats):
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
         advice = f"a loss scale of at most {format_power(highest)} fits"
-        suits = context.scale_advice
         use = suits.suggested if suits is not None else None
         if use is not None and 0 <= use < highest:
             advice += f" here, and {format_power(use)} suits the whole model"
@@ -147,9 +173,7 @@ def _overflow(context: CheckContext, record: GradientRecord, origin: GradientOri
 
 def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
     """Find where gradients begin to vanish in the backward pass, and list those that follow."""
-    record = context.record.gradients
-    if record is None:
-        return
+    record, suits = gradients_in(context), suitable_scales(context)
     behind: dict[SiteId, list[SiteId]] = {}
     starts: dict[SiteId, SiteId] = {}
     for site in reversed(context.graph_sites):
@@ -164,11 +188,11 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
     for start in reversed(list(behind)):
         others = tuple(other for other in behind[start] if other != start)
         name = name_of(context, start, False)
-        yield _vanishing(context, record, context.site[start], record.sites[start], name, others)
+        yield _vanishing(context, record, suits, context.site[start], record.sites[start], name, others)
     for name, stats in record.parameters.items():  # those stored in 16 bits
         user = next((site for site in context.graph_sites if _uses(context, site, name)), None)
         if vanishes(stats) and user is not None and user.id not in starts:
-            yield _vanishing(context, record, user, stats, name, ())
+            yield _vanishing(context, record, suits, user, stats, name, ())
 
 
 def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
@@ -179,6 +203,7 @@ def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
 def _vanishing(
     context: CheckContext,
     record: GradientRecord,
+    suits: ScaleAdvice | None,
     site: Site,
     stats: GradientStats,
     name: str,
@@ -196,7 +221,6 @@ def _vanishing(
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
     advice = "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
-    suits = context.scale_advice
     if suits is not None and suits.exists and 2.0**suits.low > record.scale:
         advice = f"use a loss scale of at least {format_power(suits.low)}; "
         advice += f"nothing overflows up to {format_power(suits.high)}"
@@ -206,10 +230,8 @@ def _vanishing(
 
 def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
     """Report if some layer loses most of its gradient at every scale without overflow."""
-    record, form = context.record.gradients, context.number_format
-    if record is None:
-        return
-    counted = [gradient for gradient in context.gradients if not gradient.stats.cancelled]
+    record, form = gradients_in(context), context.number_format
+    counted = [gradient for gradient in named_gradients(context) if not gradient.stats.cancelled]
     scale_advice = advice_on_scale(counted, form, record.scale, share=VANISHED)
     if scale_advice is None or scale_advice.exists:
         return
@@ -227,10 +249,10 @@ def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
 
 def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
     """Find the least accurate parameter gradients, unless a graver finding explains them."""
-    record = context.record.gradients
-    if record is None or record.origins or context.record.origins:
+    record = gradients_in(context)
+    if record.origins or context.record.origins:
         return
-    if any(vanishes(gradient.stats) for gradient in context.gradients):
+    if any(vanishes(gradient.stats) for gradient in named_gradients(context)):
         return
     inaccurate = [
         (stats.values.sqnr_db, site, stats)
@@ -250,9 +272,8 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
 
 def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per layer with parameters that no loss depends on."""
-    record = context.record.gradients
     layers: dict[str, list[str]] = {}
-    for name in record.unused if record is not None else ():
+    for name in gradients_in(context).unused:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     for layer, names in layers.items():
         cause = f"no batch's loss depends on {', '.join(names)}"
@@ -265,8 +286,7 @@ def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
 
 def find_own_backward(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per custom backward that cannot be traced; a note if it ran as a whole."""
-    record = context.record.gradients
-    for custom in record.untraced if record is not None else ():
+    for custom in gradients_in(context).untraced:
         site = context.site[custom.site]
         cause, advice = _TEXTS[custom.instead]
         cause = f"{cause.format(custom.name)}: {custom.reason}"

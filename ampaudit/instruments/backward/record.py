@@ -160,8 +160,14 @@ class GradientRecord:
         """Return an empty record with the same loss scale."""
         return GradientRecord(self.scale, self.dynamic, self.scale_from, self.least)
 
-    def join(self, later: GradientRecord) -> None:
-        """Add the gradients of later batches."""
+    def joined(self, later: GradientRecord) -> GradientRecord:
+        """Return the gradients of both, those of later batches last."""
+        both = self.empty_copy()
+        both._add(self)
+        both._add(later)
+        return both
+
+    def _add(self, later: GradientRecord) -> None:
         tables: tuple[tuple[dict[Any, GradientStats], dict[Any, GradientStats]], ...] = (
             (self.sites, later.sites),
             (self.parameters, later.parameters),

@@ -13,8 +13,8 @@ from torch import fx
 
 from ampaudit.core.errors import first_line
 from ampaudit.core.sites import SourceLine
+from ampaudit.instruments.backward.vjp import Tape, TapeEntry, vjp
 from ampaudit.run.backends import Backend, Float32Backend
-from ampaudit.run.backward.vjp import Tape, TapeEntry, vjp
 from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
 from ampaudit.run.measure import wrong_elements
 from ampaudit.run.program import Program, Step, compile_program

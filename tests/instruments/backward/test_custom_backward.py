@@ -226,7 +226,7 @@ def test_gradients_are_autograds(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     another order, less than half of that; on the CPU that this was written on, nothing at all.
     """
     kept, x, scale = Kept(monkeypatch), rows(), 16.0
-    record = audit(CASES[name](), (x,), loss=smooth, policy="half", scale=scale).record.gradients
+    record = audit(CASES[name](), (x,), loss=smooth, policy="half", scale=scale).record.parts["backward"]
     assert record is not None
     assert [way.instead for way in record.untraced] == (["as a whole"] if "whole" in name else [])
     assert not record.unused
