@@ -58,7 +58,7 @@ def test_the_findings_are_those_recorded(name: str, pytestconfig: pytest.Config)
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [("eleventh", 31, 2), ("thirteenth", 8, 0), ("fifteenth", 20, 0), ("seventeenth", 11, 1)],
+    [("eleventh", 32, 2), ("thirteenth", 8, 0), ("fifteenth", 20, 0), ("seventeenth", 12, 1)],
 )
 def test_the_sets_that_nobody_reads(name: str, least: int, most: int) -> None:
     """Only their totals are known, so that they say what the linter does in new code."""
@@ -73,7 +73,7 @@ def test_the_sets_are_whole() -> None:
     mistakes = [script for name in SETS if name.startswith("mistakes-") for script in read_set(name)]
     correct = [script for name in SETS if name.startswith("correct-") for script in read_set(name)]
     sizes = len(mistakes), len(correct), len(read_set(STYLES))
-    assert sizes == (536, 608 + 89, 89), "if a script was added on purpose, change these numbers"
+    assert sizes == (560, 640 + 89, 89), "if a script was added on purpose, change these numbers"
     assert len({script.name for script in mistakes}) == len(mistakes), "two mistakes have the same name"
     assert all(script.marked for script in mistakes)
     assert not any(script.marked for script in correct)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ampaudit.findings.finding import Severity
 from tests.linter.examples import lint
@@ -276,3 +277,59 @@ def test_a_scaler_of_the_caller_may_be_off_where_a_setting_is(condition: str) ->
     assert found(HEAD + HELPER.format(condition=condition)) == {}
     later = HELPER.format(condition=condition).replace("scaler.unscale_(optimizer)", "pass")
     assert set(found(HEAD + later)) == {"AMP807"}
+
+
+LOADED = """import torch
+from transformers import AutoModelForCausalLM
+
+
+def evaluate(model, batches, ids):
+    for batch in batches:
+        logits = model(**batch).logits
+        {use}
+
+
+model = AutoModelForCausalLM.from_pretrained("name", torch_dtype=torch.{dtype})
+evaluate(model, [], [1, 2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "dtype", "code"),
+    [
+        ("scores = logits[:, -1, ids].cpu().numpy()", "bfloat16", {"AMP846"}),
+        ("scores = logits[:, -1, ids].cpu().numpy()", "float16", set()),
+        ("scores = logits.float().cpu().numpy()", "bfloat16", set()),
+        ("tokens = logits.argmax(-1).cpu().numpy()", "bfloat16", set()),
+    ],
+)
+def test_numpy_takes_no_output_of_a_model_in_bfloat16(use: str, dtype: str, code: set[str]) -> None:
+    assert set(found(LOADED.format(use=use, dtype=dtype))) == code
+
+
+WRITTEN = """import torch
+from torch import nn
+
+layer = nn.Linear(9, 64).cuda()
+for x, rows in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        canvas = torch.zeros(64, 64, device="cuda")
+        canvas{index} = layer(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("index", "code"),
+    [("[:, rows.long()]", {"AMP874"}), ("[rows > 0]", {"AMP874"}), ("[:, 0]", set()), ("[0]", set())],
+)
+def test_an_assignment_by_a_tensor_casts_nothing(index: str, code: set[str]) -> None:
+    """``index_put_`` wants one dtype, and ``copy_`` takes any."""
+    assert set(found(WRITTEN.format(index=index))) == code
+    canvas, rows = torch.zeros(8, 8), torch.arange(8)
+    indices = {"[:, rows.long()]": (slice(None), rows), "[rows > 0]": rows > -1, "[:, 0]": (slice(None), 0)}
+    value = torch.ones(8, 8, dtype=torch.bfloat16)
+    if code:
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            canvas[indices[index]] = value
+    else:
+        canvas[indices.get(index, 0)] = value[0]

@@ -580,6 +580,9 @@ def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments
 def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:
     """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
     is_16_bit = interpreter.point.autocast.enabled is True or any(
-        isinstance(value, Tensor) and value.cast for value in arguments.all()
+        value.cast
+        if isinstance(value, Tensor)
+        else isinstance(value, Model) and interpreter.state.weights_cast(value.key)
+        for value in arguments.all()
     )
     return info.relevant or (is_16_bit and not file_number(info.node))

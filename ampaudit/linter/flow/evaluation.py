@@ -132,7 +132,9 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
 
 
 def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
-    """Return whether an index is a tensor, such as a mask; slices and numbers copy, and convert."""
+    """Return whether an index has a tensor, such as a mask; slices and numbers copy, and convert."""
+    if isinstance(index, ast.Tuple):
+        return any(_selects_by_tensor(interpreter, part) for part in index.elts)
     if isinstance(index, ast.Call | ast.Name):
         return isinstance(interpreter.evaluate(index), Tensor)
     return isinstance(index, ast.Compare)

@@ -53,7 +53,7 @@ __all__ = [
 
 # methods that nothing but a tensor has, or that do no harm to what else has them
 ON_ANY_TENSOR: Final = frozenset(
-    {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
+    {"float", "half", "bfloat16", "long", "bool", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
 )
 _DEFAULT_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}
 # parts of names, and names, of positions, times and frequencies
@@ -262,7 +262,7 @@ def tensor_method(
     if keeps_dtype(interpreter, name):
         return base._replace(node=node)
     dtype = dtype_of_result(interpreter, name)
-    return base._replace(dtype=dtype, loss="", sigmoid=None, upcast=None, node=node)
+    return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=None, node=node)
 
 
 def keeps_dtype(interpreter: Interpreter, name: str) -> bool:

@@ -79,16 +79,22 @@ def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 @rule("AMP846", OpEvaluated, of_dtypes=True)
 def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     first = event.tensors[0] if event.tensors else None
-    if first is None or not first.cast:
+    if first is None:
         return
-    is_numpy = event.name == "numpy" and first.dtype == "bfloat16"
-    # autocast on the CPU computes these in float32
-    cast_here = event.autocast.enabled is not False and event.autocast.device == "cpu"
-    if (event.path in WITHOUT_HALF_KERNEL or is_numpy) and not cast_here:
+    if event.name == "numpy" and "bfloat16" in (first.dtype, first.weights_dtype):
+        by = "the weights of the model that returned it" if first.weights_dtype else "autocast"
         yield Mistake(
             event.node,
-            f"{'numpy' if is_numpy else event.path} has no {first.cast} kernel, and its input is "
-            f"{first.cast} under autocast",
+            f"numpy has no bfloat16, which this tensor is by {by}",
+            "write .float() first",
+            certainty=Certainty.LIKELY if first.weights_dtype else Certainty.KNOWN,
+        )
+    # autocast on the CPU computes these in float32
+    cast_here = event.autocast.enabled is not False and event.autocast.device == "cpu"
+    if first.cast and event.path in WITHOUT_HALF_KERNEL and not cast_here:
+        yield Mistake(
+            event.node,
+            f"{event.path} has no {first.cast} kernel, and its input is {first.cast} under autocast",
             f"compute it from float32 inputs {_IN_FLOAT32}",
         )
     is_known = first.cast in ("float16", "bfloat16")

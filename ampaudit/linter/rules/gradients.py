@@ -149,9 +149,9 @@ def _read_scaled(flow: Interpreter, event: GradientRead) -> Iterator[Mistake]:
     node, certainty = event.node, flow.state.still_scaled
     if event.is_copy or not certainty or isinstance(event.statement, ast.Assert):
         return
-    if any(map(_cancels_scale, nodes_around(flow.linked, node))):
-        return
     place = call_beside_scaler(flow.linked, node, flow.calls)
+    if any(_cancels_scale(part) for each in {node, place} for part in nodes_around(flow.linked, each)):
+        return
     if not any(key[:2] == ("AMP808", line_of(place)) for key in flow.diagnostics):
         yield Mistake(
             place,

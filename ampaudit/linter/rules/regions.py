@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of, position_of
@@ -32,9 +32,10 @@ from ampaudit.linter.flow.syntax import (
     keyword_value,
     last_component,
     mentions,
+    names_in,
     simple_name,
 )
-from ampaudit.linter.flow.values import Autocast, DeviceValue, Scaler, literal_of
+from ampaudit.linter.flow.values import Autocast, DeviceValue, FunctionInfo, Scaler, literal_of
 from ampaudit.linter.rules.rule import rule
 
 
@@ -300,7 +301,7 @@ def _autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
         always_raises = missing == ["custom_fwd"]
         in_other_dtypes = (
             missing
-            and (len(missing) == 1 or not _chooses_dtypes(info.node))
+            and (len(missing) == 1 or not any(map(_chooses_dtypes, _decisive(methods))))
             and any(_multiplies(method.node) for method in methods.values())
             and _runs_under_autocast(script, info.node.name)
         )
@@ -317,7 +318,21 @@ def _autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
             )
 
 
-def _chooses_dtypes(node: ast.ClassDef) -> bool:
+def _decisive(methods: Mapping[str, FunctionInfo]) -> list[ast.AST]:
+    """Return a backward, and what its forward saves for it or casts to a fixed dtype."""
+    forward, backward = (methods[name].node for name in _DECORATORS)
+    statements = [node for node in ast.walk(forward) if isinstance(node, ast.Assign | ast.Expr | ast.Return)]
+    saving = [node for node in statements if calls(node, "save_for_backward")]
+    saved = {"ctx"}.union(*map(names_in, saving))
+
+    def decides(node: ast.AST) -> bool:
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        return calls(node, "float", "half", "bfloat16") or any(saved & names_in(t) for t in targets)
+
+    return [backward, *saving, *filter(decides, statements)]
+
+
+def _chooses_dtypes(node: ast.AST) -> bool:
     return (
         mentions(node, "autocast", "dtype")
         or calls(node, "to", "float", "type_as")
