@@ -77,6 +77,7 @@ def assert_safe(
     seed: int = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
+    against: Any = ...,
     backward: bool = ...,
     loss: Callable[..., Any] | None = ...,
     loss_scale: float | None = ...,
@@ -97,7 +98,6 @@ def assert_safe(
     assume: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
-    against: Any = ...,
 ) -> Report: ...
 def bench(
     model: ModelLike,
@@ -243,6 +243,7 @@ def scan(
     seed: int = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
+    against: Any = ...,
     backward: bool = ...,
     loss: Callable[..., Any] | None = ...,
     loss_scale: float | None = ...,
@@ -263,7 +264,6 @@ def scan(
     assume: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
-    against: Any = ...,
 ) -> Report: ...
 @overload
 def scan(
@@ -280,6 +280,7 @@ def scan(
     seed: int = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
+    against: Any = ...,
     backward: bool = ...,
     loss: Callable[..., Any] | None = ...,
     loss_scale: float | None = ...,
@@ -300,7 +301,6 @@ def scan(
     assume: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
-    against: Any = ...,
 ) -> Comparison: ...
 def train(
     model: ModelLike,

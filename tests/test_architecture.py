@@ -168,7 +168,7 @@ def test_a_plain_scan_loads_nothing_of_other_modes() -> None:
         "audit.sweep",
         "bounds",
         "instruments.backward.audit",
-        "run.against.r",
+        "instruments.against.r",
     )
     for module in ("ampaudit.cli.scan_command", "ampaudit.audit.scan"):
         for name, way in ways_from(module).items():

@@ -83,7 +83,6 @@ _TAKES_AWAY = {
     "steps": Need.ONE_STEP,
     "sweep": Need.ONE_SIZE,
     "memory": Need.WHOLE_MODEL,
-    "against": Need.OWN_REFERENCE,
     **{each.name: each.takes_away for each in instruments() if each.takes_away is not None},
 }
 _NEEDS: Mapping[str, Collection[Need]] = {
@@ -97,7 +96,6 @@ _NEEDS: Mapping[str, Collection[Need]] = {
     "advise": RUNS | {Need.FORWARD_ONLY},
     "diff": RUNS | {Need.FORWARD_ONLY},
     "stress": RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.OWN_REFERENCE},
-    "against": RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL},
     **{instrument.name: instrument.needs for instrument in instruments()},
 }
 
@@ -220,14 +218,11 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
             accepts="str | Mapping[str, Sequence[int]]",
         ),
     ] = ""
-    against: Annotated[
-        Any, Option("Audit OTHER instead, with MODEL as its reference.", metavar="OTHER", file=False)
-    ] = None
 
     @property
     def requested(self) -> tuple[Instrument, ...]:
         """The instruments whose options are set."""
-        return tuple(instrument for instrument in instruments() if getattr(self, instrument.name))
+        return tuple(each for each in instruments() if getattr(self, each.name) not in (None, False))
 
     @property
     def trains(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from ampaudit.audit.checks.interface import Check, CheckContext
+from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext
+from ampaudit.audit.config import ScanConfig
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.instruments import Instrument, measuring
 from ampaudit.report.model import Report
@@ -14,19 +15,19 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["Measuring", "checks_of"]
+__all__ = ["Measuring", "checks_for"]
 
 
 class Measuring(Protocol):
     """The measuring half of an instrument.
 
     Attributes:
-        part: Type of the part that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts are sent
-            between processes as JSON; their method ``joined`` adds the part of later batches.
+        part: Type of the part, if any, that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts
+            are sent between processes as JSON; their method ``joined`` adds the part of later batches.
         checks: Checks of the measurements.
     """
 
-    part: ClassVar[type]
+    part: ClassVar[type | None] = None
     checks: ClassVar[Sequence[Check]] = ()
 
     def prepared(self, source: ModelSource, options: Any) -> ModelSource:
@@ -40,13 +41,14 @@ class Measuring(Protocol):
         """Return the section of the report, if it has one."""
         return None
 
-    def reported(self, instrument: Instrument, report: Report, audit: Audit, context: CheckContext) -> Report:
+    def reported(
+        self, instrument: Instrument, report: Report, source: ModelSource, audit: Audit, context: CheckContext
+    ) -> Report:
         """Return the report with the measurements, by default as a section."""
         section = self.section(audit, context.number_format)
         return replace(report, sections=report.sections | {instrument.name: section})
 
 
-def checks_of(chosen: Iterable[Instrument]) -> Iterator[Check]:
-    """Yield the checks of instruments."""
-    for instrument in chosen:
-        yield from measuring(instrument).checks
+def checks_for(config: ScanConfig) -> tuple[Check, ...]:
+    """Return all checks of an audit, those of the requested instruments last."""
+    return (*ALL_CHECKS, *(check for each in config.requested for check in measuring(each).checks))

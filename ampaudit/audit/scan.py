@@ -9,13 +9,12 @@ from typing import Any, Literal, overload
 import psutil
 import torch
 
-from ampaudit.audit.checks import ALL_CHECKS, run_checks
+from ampaudit.audit.checks import run_checks
 from ampaudit.audit.checks.interface import context_of
-from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
-from ampaudit.audit.instruments import checks_of
+from ampaudit.audit.instruments import checks_for
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import UsageError
@@ -224,23 +223,13 @@ def _configured(
     contract = parse_contract(config.contract)
     if contract.words and not config.static:
         common = replace(common, backend=ContractBackend(contract))
-    return source, [
-        _under_policy(common if config.ranges else replace(common, rules=rules), source, config)
-        for rules in rule_sets
-    ]
-
-
-def _under_policy(run_config: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
-    """Add the reference and the recorders, which depend on the policy."""
-    if source.reference is not None:
-        from ampaudit.run.against.reference import ReferenceModel
-
-        other = source.reference
-        reference = ReferenceModel(other.model, other.batches, run_config, source.places)
-        run_config = replace(run_config, against=reference)
-    for instrument in config.requested:
-        run_config = measuring(instrument).configured(run_config, source, config)
-    return run_config
+    run_configs = []
+    for rules in rule_sets:
+        run_config = common if config.ranges else replace(common, rules=rules)
+        for instrument in config.requested:
+            run_config = measuring(instrument).configured(run_config, source, config)
+        run_configs.append(run_config)
+    return source, run_configs
 
 
 def _run(
@@ -281,7 +270,7 @@ def _report(
     context = context_of(audit, form, config, table)
     if table is not None and not config.static and usual is None:
         compare_with_run(context, source.batches)
-    findings = run_checks(context, (*ALL_CHECKS, *checks_of(instruments)))
+    findings = run_checks(context, checks_for(config))
     hiding = (*map(option, config.ignore), *comments_in(() if source.names_files else context.sites))
     findings, combined = suppressed(findings, hiding), None
     advising = (config.advise or config.diff) and not config.ranges and not config.static
@@ -313,13 +302,11 @@ def _report(
     stress = config.stress > 0 and not config.static
     searched = stressed(source, audit, run_config, context, on_progress) if stress else ()
     idle = ("--stress searched nothing: each 16-bit site is proved, broken or constant",)
-    reference = source.reference
     for instrument in instruments:
-        report = measuring(instrument).reported(instrument, report, audit, context)
+        report = measuring(instrument).reported(instrument, report, source, audit, context)
     return replace(
         report,
         notes=(*source.notes, *report.notes, *(idle if stress and not searched else ())),
-        against=None if reference is None else against_report(context, reference.location),
         combined=combined,
         advised=advising,
         stressed=searched,

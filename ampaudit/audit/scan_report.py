@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
-from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
+from ampaudit.audit.checks import Finding, Severity, run_checks
 from ampaudit.audit.checks.coverage import gaps_of
 from ampaudit.audit.checks.interface import HANDS_ON, CheckContext, finding_source, source_of
 from ampaudit.audit.checks.outputs import accuracy_text
+from ampaudit.audit.instruments import checks_for
 from ampaudit.core import __version__
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
@@ -45,7 +46,7 @@ __all__ = [
     "THIS_TOOL",
     "build_report",
     "changed_verdicts",
-    "finite",
+    "finite_or_none",
     "headroom_bits",
     "rounded",
     "this_environment",
@@ -115,7 +116,7 @@ def this_environment() -> Environment:
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
     """Return the sites whose gravest finding is another one under the usual contract, in graph order."""
-    before = _gravest(run_checks(usual, ALL_CHECKS))
+    before = _gravest(run_checks(usual, checks_for(usual.config)))
     after = _gravest(report.findings)
     sites = [s.id for s in here.sites if s.id in before or s.id in after]
     fine = "no finding"
@@ -176,8 +177,8 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
         verdict=verdict,
         by_design=site.id in context.by_design,
         forward=forward,
-        bound=finite(bound.peak) if bound is not None else None,
-        bound_inside=finite(bound.inside) if bound is not None else None,
+        bound=finite_or_none(bound.peak) if bound is not None else None,
+        bound_inside=finite_or_none(bound.inside) if bound is not None else None,
         inside=stats.inside_peak if stats is not None and stats.inside_peak > 0 else None,
         what_if=what_if,
     )
@@ -276,7 +277,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a number for a report, where ``None`` stands for inf and NaN."""
     return value if value is not None and math.isfinite(value) else None
 

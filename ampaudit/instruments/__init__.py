@@ -4,4 +4,4 @@ from __future__ import annotations
 
 __all__ = ["NAMES"]
 
-NAMES = ("backward", "sensitivity")
+NAMES = ("against", "backward", "sensitivity")

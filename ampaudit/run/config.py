@@ -12,8 +12,8 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.policy.load import StartingScale
-from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.backends import Backend
+from ampaudit.run.comparison import ModelComparison
 from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord

@@ -21,8 +21,8 @@ from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import ratio_db
 from ampaudit.findings.finding import Gap
-from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
+from ampaudit.run.comparison import ModelComparison
 from ampaudit.run.device import guarded
 from ampaudit.run.lockstep import CarriedState, LockStep, Observer, StepCall, shape_of
 from ampaudit.run.measure import Observation

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ampaudit.audit import instruments as audit_instruments
 from ampaudit.audit import scan as workflow
 from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
 from ampaudit.audit.checks.causes import DOMAIN_CAUSES, OVERFLOW_CAUSES
-from ampaudit.audit.instruments import checks_of
-from ampaudit.core.instruments import instruments
+from ampaudit.core.instruments import instruments, measuring
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.findings.pages import Example, Page, all_pages
 from ampaudit.findings.pages.page import LINTED
@@ -51,8 +51,9 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
     if options.pop("train", None):
         return trained(path, options)
     if options.pop("crash", None):
-        monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
+        monkeypatch.setattr(audit_instruments, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
     sizes = {"length": 64} if "sweep" in options else None
+    against = options.pop("against", "").replace("model.py", str(path)) or None
     requested = {each.name: True for each in instruments() if options.pop(each.name, "") == "true"}
     return workflow.scan(
         open_source(str(path), SourceConfig(input_sizes=sizes, train=options.pop("mode", "") == "train")),
@@ -63,7 +64,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         steps=int(given) if (given := options.pop("steps", "")) else None,
         sweep=options.pop("sweep", ""),
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
-        against=options.pop("against", "").replace("model.py", str(path)) or None,
+        against=against,
         **requested,
         **options,  # an unknown one is refused
     )
@@ -99,7 +100,8 @@ def test_a_check_is_silent_on_its_good_example(
 
 
 def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> None:
-    checks = [check.code for check in (*ALL_CHECKS, *checks_of(instruments()))]
+    of_instruments = (check for each in instruments() for check in measuring(each).checks)
+    checks = [check.code for check in (*ALL_CHECKS, *of_instruments)]
     assert len(checks) == len(set(checks)), "two checks have the same code"
     causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
     beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}

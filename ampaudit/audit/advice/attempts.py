@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
-from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
+from ampaudit.audit.checks import CheckContext, Finding, Severity, run_checks
 from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.instruments import checks_for
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import Progress, silent
@@ -83,7 +84,7 @@ class Attempts:
 
     def judge(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
         """Judge a run by its errors and outputs."""
-        errors = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
+        errors = errors_of(suppressed(run_checks(after, checks_for(self.config)), self.hiding))
         required, record = self.config.min_sqnr, after.record
         # if errors remain, the 16-bit outputs cannot show whether the function is preserved: FP32 can
         keeps = bool(errors) or worst_db(record.outputs) >= required

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,17 +16,13 @@ from ampaudit.audit.checks.interface import (
     CheckContext,
     finding_about,
     finding_at,
-    finding_source,
     source_of,
 )
-from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, signal_to_noise_db
 from ampaudit.findings.finding import OTHER_CODE, Finding, Severity
 from ampaudit.policy.schema import Cast
-from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference
-from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.record import OutputDifference, ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import MIXED_DTYPES, TOO_LARGE
@@ -39,7 +34,6 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = [
     "CHECKS",
-    "against_report",
     "code_finding",
     "describe_difference",
     "names_dtype",
@@ -51,7 +45,6 @@ _ADVICE = (
     "or add a rule for the op: cast: widest"
 )
 _FILL = "fill with torch.finfo(x.dtype).min or with -inf, or call it on x.float()"
-_OTHER_FUNCTION_ADVICE = "compare the node with its counterpart, and convert or export it again"
 _CODE_UNKNOWN_ADVICE = "compare the outputs of the 16-bit model and of the FP32 model yourself"
 _FLIPPED_BRANCH_ADVICE = (
     "compute what is decided on in float32, or decide with a margin that rounding does not cross"
@@ -324,80 +317,6 @@ def _mixed_by_policy(context: CheckContext) -> bool:
     return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (wide or torch.float32 in stored)
 
 
-def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
-    """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
-    comparison = context.record.comparison
-    differences = comparison.differences if comparison is not None else ()
-    others = {output for other in differences if other.kind != "clamped" for output in other.outputs}
-    for difference in differences:
-        if code != ("AMP611" if difference.outputs else "AMP612"):
-            continue
-        explained = _harmless(context, difference) or set(difference.outputs) <= others
-        if difference.kind == "clamped" and explained:
-            continue  # as masks are meant to be
-        cause = f"{_describe(difference)}; {_against_effect(context, difference)}"
-        severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
-        yield finding_at(context, difference.site, code, cause, _OTHER_FUNCTION_ADVICE, severity=severity)
-
-
-def _describe(difference: ModelDifference) -> str:
-    other, where = difference.counterpart, ""
-    if other is not None:
-        line = f" ({other.source.file}:{other.source.line})" if other.source is not None else ""
-        where = f"{other.id}{line}"
-    if difference.kind == "missing":
-        return f"{difference.what} of the reference is missing before this op: {where}"
-    return f"{difference.what}; its counterpart is {where}" if where else difference.what
-
-
-def _against_effect(context: CheckContext, difference: ModelDifference) -> str:
-    if not difference.outputs:
-        return "on these inputs it makes no difference"
-    first, *others = difference.outputs
-    more = f" ({plural(len(others), 'more output')} too)" if others else ""
-    accuracy = _accuracy(context, first)
-    if accuracy is None:
-        return f"{first} differs{more}"
-    text = f"{accuracy:.0f} dB" if math.isfinite(accuracy) else "nothing right"
-    return f"{first} has {text} against the reference{more}"
-
-
-def _accuracy(context: CheckContext, output: str) -> float | None:
-    comparison = context.record.outputs.get(output)
-    return None if comparison is None else comparison.accuracy_db
-
-
-def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
-    accuracies = (_accuracy(context, output) for output in difference.outputs)
-    least = max(context.config.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
-    return all(accuracy is None or accuracy >= least for accuracy in accuracies)
-
-
-def against_report(context: CheckContext, reference: str) -> AgainstReport | None:
-    """Return the comparison for the report, if there was one."""
-    comparison = context.record.comparison
-    if comparison is None:
-        return None
-    return AgainstReport(
-        reference,
-        tuple(Correspondence(here.id, there.id) for here, there in comparison.matched),
-        tuple(site.id for site in comparison.only_audited),
-        tuple(site.id for site in comparison.only_reference),
-        tuple(
-            ReferenceDifference(
-                each.kind,
-                each.site.id,
-                each.site.layer,
-                each.counterpart.id if each.counterpart else None,
-                finding_source(each.counterpart) if each.counterpart else None,
-                each.what,
-                each.outputs,
-            )
-            for each in comparison.differences
-        ),
-    )
-
-
 CHECKS = (
     Check(OTHER_CODE, find_code_differs),
     Check("AMP213", find_code_unknown),
@@ -409,6 +328,4 @@ CHECKS = (
     Check("AMP305", find_in_place),
     Check("AMP307", find_mixed_dtypes),
     Check("AMP308", find_mixed_numbers),
-    Check("AMP612", partial(differences_with, "AMP612")),
-    Check("AMP611", partial(differences_with, "AMP611")),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.instruments import Measuring
-from ampaudit.audit.scan_report import finite, headroom_bits, rounded
+from ampaudit.audit.scan_report import finite_or_none, headroom_bits, rounded
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.instruments import Instrument
@@ -64,7 +64,9 @@ class _Measuring(Measuring):
         recorders = (*run_config.recorders, GradientAudit)
         return replace(run_config, recorders=recorders, functionalize=True, loss_scale=scale)
 
-    def reported(self, instrument: Instrument, report: Report, audit: Audit, context: CheckContext) -> Report:
+    def reported(
+        self, instrument: Instrument, report: Report, source: ModelSource, audit: Audit, context: CheckContext
+    ) -> Report:
         """Add the gradients of sites and parameters, the losses and the suitable scales."""
         record = gradients_in(context)
         advice = suitable_scales(context)
@@ -76,7 +78,11 @@ class _Measuring(Measuring):
             dynamic=record.dynamic,
             scale_from=record.scale_from,
             losses=tuple(
-                LossValues(finite(wide), finite(low), finite(None if _same(low, repaired) else repaired))
+                LossValues(
+                    finite_or_none(wide),
+                    finite_or_none(low),
+                    finite_or_none(None if _same(low, repaired) else repaired),
+                )
                 for wide, low, repaired in record.losses
             ),
             advice=advice,

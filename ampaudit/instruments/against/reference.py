@@ -13,8 +13,7 @@ from torch import fx, nn
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.core.ops import having
 from ampaudit.core.text import format_number, short_op
-from ampaudit.run.against.comparison import ModelComparison, ModelDifference
-from ampaudit.run.against.matching import (
+from ampaudit.instruments.against.matching import (
     MIN_CLAMPED,
     ComparedGraph,
     MatchedWeight,
@@ -26,6 +25,7 @@ from ampaudit.run.against.matching import (
     plain_value,
 )
 from ampaudit.run.backends import Float32Backend
+from ampaudit.run.comparison import ModelComparison, ModelDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.fp32_check import is_broken
 from ampaudit.run.lockstep import LockStep, Observer
