@@ -70,12 +70,13 @@ class Runner:
             outputs = self.execute(call, call.meter)
         self.finish(call, outputs)
 
-    def skip(self, batch: Batch, number: int) -> None:
+    def skip(self, batch: Batch, number: int) -> LockStep:
         """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
         executor = self.executors.get(batch, number)
         self._elsewhere[number] = executor, batch
         for recorder in self.recorders:
             recorder.skip(executor)
+        return executor
 
     def end_batch(self) -> RunRecord:
         """Return the record of the batch, and start a new one."""

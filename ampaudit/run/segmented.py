@@ -31,7 +31,7 @@ from ampaudit.run.program import Program
 from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import BatchRun, Runner
-from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program
+from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program, program_bytes
 from ampaudit.run.share import Failure, PartRecords, RepairMasks, Route, Share
 from ampaudit.source.interface import Batch
 
@@ -96,6 +96,7 @@ class _Segmented:
     _ready: dict[Key, BatchRun] = field(default_factory=dict)
     _records: dict[Key, RunRecord] = field(default_factory=dict)
     _ended: set[Key] = field(default_factory=set)
+    _programs: dict[int, tuple[int, Program]] = field(default_factory=dict)  # with the first batch of each
 
     def prepare(self, number: int, batch: Batch, *, mine: bool) -> None:
         """Trace a batch under every policy, and check its inputs if it is run here."""
@@ -104,23 +105,26 @@ class _Segmented:
             for policy, runner in enumerate(self.runners):
                 if mine:
                     self._ready[number, policy] = runner.prepare(batch, number)
+                    executor = self._ready[number, policy].executor
                     self._keep_record((number, policy))
                 if not (mine and self.share.route.ends):
-                    runner.skip(batch, number)
+                    executor = runner.skip(batch, number)
                     runner.end_batch()
+                self._programs.setdefault(id(executor.program), (number, executor.program))
 
     def run(self) -> None:
         """Run all batches, and run those in which something breaks again with repairs."""
         if not self._ready:
             return
-        first = next(iter(self._ready.values())).executor.program
+        # the largest of all batches, so that every process has the same segments, and all batches fit
+        self.at, largest = max(self._programs.values(), key=lambda entry: program_bytes(entry[1]))
         memory, stages = self.runners[0].config.memory, self.share.route.stages()
         limit = None if memory is None else self.share.route.limit(memory)
-        segments = cut_program(first, limit, len(self.runners))
+        segments = cut_program(largest, limit, len(self.runners))
         if len(segments) < stages:
-            segments = cut_evenly(first, stages)
+            segments = cut_evenly(largest, stages)
         with self._parking(segments) as parking:
-            table = _SegmentTable(segments, first, self.share.route)
+            table = _SegmentTable(segments, largest, self.share.route)
             meters = [BatchCall(policy, ready, ready.meter) for (_, policy), ready in self._ready.items()]
             for call, outputs in self._through(table, parking, "1", meters):
                 faults = self.runners[call.policy].analyze(call.ready, outputs)
@@ -170,8 +174,7 @@ class _Segmented:
     ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
         passed = self.share.route.passed(passage.name)
-        ends = segment == table.count - 1
-        if passed > segment and not (ends and passed == table.count):
+        if passed > segment and segment < table.count - 1:
             return  # done by an earlier process
         if passed and passed >= segment and passage.fresh:
             passage.unpack(self.share.route.load(passage.name), passage.name)

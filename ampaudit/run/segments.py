@@ -25,6 +25,7 @@ __all__ = [
     "best_ends",
     "cut_evenly",
     "cut_program",
+    "program_bytes",
     "weights_by_group",
 ]
 
@@ -66,6 +67,11 @@ class Group:
     weights: frozenset[str]
     peak: int
     after: int
+
+
+def program_bytes(program: Program) -> int:
+    """Return the bytes that a program needs in one segment."""
+    return cut_program(program, None)[0].bytes
 
 
 def cut_program(program: Program, limit: int | None, runs: int = 1) -> tuple[Segment, ...]:

@@ -100,3 +100,23 @@ def test_what_cannot_be_is_one_line(words: tuple[str, ...], what: str) -> None:
     assert done.exit_code == 2, done.output
     assert what in str(done.exception) + done.output
     assert "Traceback" not in done.output
+
+
+UNEVEN = """
+import torch
+from torch import nn
+def get_model(): return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+def batches():
+    for rows in (2, 400, 2): yield torch.randn(rows, 64)
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--part", "1/2", "-o", "part.json")], ids=["alone", "part"])
+def test_the_largest_batch_decides_whether_a_memory_is_enough(folder: Path, more: tuple[str, ...]) -> None:
+    """Every part gives the same answer: once, it was that of its own first batch, in the name of the last."""
+    (folder / "uneven.py").write_text(UNEVEN)
+    done = run("scan", "uneven.py", "--batches", 3, "--memory", "100kB", *more)
+    assert done.exit_code == 2
+    assert "100 kB is too little: the largest group of ops needs" in str(done.exception)
+    assert "(in batch 1)" in str(done.exception)
+    assert run("scan", "uneven.py", "--batches", 3, "--memory", "2MB").exit_code == 0

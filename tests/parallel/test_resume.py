@@ -88,6 +88,45 @@ def test_a_scan_whose_boundaries_wait_on_disk_goes_on(folder: Path, monkeypatch:
     assert without_times(folder / "again.json") == without_times(folder / "one.json")
 
 
+SHRINKING = """
+import torch
+from torch import nn
+
+
+def get_model():
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+
+def batches():
+    for rows in (64, 2, 2, 4):
+        yield torch.randn(rows, 32) * (1e6 if rows == 4 else 1)
+"""
+
+
+@pytest.mark.parametrize("recorded", [1, 3])
+def test_batches_that_are_left_keep_their_segments(
+    folder: Path, recorded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, the first batch that was left decided on the segments, and others were lost with its states."""
+    (folder / "shrinking.py").write_text(SHRINKING)
+    scan = ("scan", "shrinking.py", "--batches", "4", "--policy", "half", "--force")
+    resumed = ("--memory", "175kB", "--resume", "kept")
+    assert run(*scan, "-o", "one.json").exit_code == 1
+    record = ResumedShare.record
+
+    def ending(self: ResumedShare, *arguments: Any) -> None:
+        if len(list(self.directory.glob("auditing-*.json"))) == recorded:
+            raise KeyboardInterrupt
+        record(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ResumedShare, "record", ending)
+        assert run(*scan, *resumed).exit_code != 0
+    assert list((folder / "kept").glob("auditing-1-3-0.*.state"))
+    assert run(*scan, *resumed, "-o", "again.json").exit_code == 1
+    assert without_times(folder / "again.json") == without_times(folder / "one.json")
+
+
 def watched(original: object) -> object:
     """Let batches only be traced."""
 
