@@ -6,11 +6,12 @@ parts can be joined with one batch in memory at a time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ __all__ = [
     "MergedParts",
     "PartFile",
     "parse_part",
+    "part_file",
     "part_from_json",
     "part_to_json",
     "read_parts",
@@ -95,8 +97,7 @@ class FilePart(CommandShare):
         part = AuditPart(
             KIND, SCHEMA, self._index, self._count, *self.about, batches, local.failure, self._words
         )
-        lines = (part_to_json(part), *(records_to_json(local.records[number]) for number in part.batches))
-        write_bytes(path, b"".join(line + b"\n" for line in lines), force=force)
+        write_bytes(path, part_file(part, [local.records[number] for number in part.batches]), force=force)
         if local.failure is not None:
             raise local.failure.as_error()
         share = f"{len(local.records)} of {identity.batches} batches"
@@ -114,15 +115,23 @@ class PartFile:
         self._path, self._offset = path, 0
         self.name = describe_path(path)
         self.part = part_from_json(self._line(), self.name)
+        self._digest = hashlib.sha256()
 
     def records(self) -> list[RunRecord]:
         """Read the records of the next batch; the errors are those of ``records_from_json``."""
-        return records_from_json(self._line(), self.name)
+        line = self._line()
+        self._digest.update(line)
+        return records_from_json(line, self.name)
 
     def check_end(self) -> None:
-        """Raise an ``InputError`` if there are lines after the last batch."""
+        """Raise an ``InputError`` if there are lines after the last batch, or a line was changed."""
         if self._line():
             raise InputError(f"{self.name}: more records than batches", hint="write the part again")
+        if self._digest.hexdigest() != self.part.digest:
+            raise InputError(
+                f"{self.name} is damaged: its records are not those that were written",
+                hint="write the part again",
+            )
 
     def _line(self) -> bytes:
         """Read the next line. The file is not kept open: there may be more parts than file descriptors."""
@@ -227,6 +236,7 @@ class AuditPart:
     batches: tuple[int, ...]  # numbers of the batches whose records follow, in this order
     failure: Failure | None = None  # error that ended the run
     words: tuple[str, ...] = ()  # options of the audit, as on the command line
+    digest: str = ""  # SHA-256 of the lines of a file that follow
 
 
 _PART = TypeAdapter(AuditPart)
@@ -236,6 +246,12 @@ _RECORDS = TypeAdapter(list[RunRecord])
 def part_to_json(part: AuditPart) -> bytes:
     """Serialize the description of a part, in one line."""
     return _PART.dump_json(part)
+
+
+def part_file(part: AuditPart, batches: Sequence[Sequence[RunRecord]]) -> bytes:
+    """Return the content of a file with a part and the records of its batches."""
+    lines = b"".join(records_to_json(records) + b"\n" for records in batches)
+    return part_to_json(replace(part, digest=hashlib.sha256(lines).hexdigest())) + b"\n" + lines
 
 
 def records_to_json(records: Sequence[RunRecord]) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from pydantic import TypeAdapter
 
@@ -12,7 +14,7 @@ from ampaudit.core.files import write_bytes
 from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
-from ampaudit.parallel.parts import KIND, SCHEMA, AuditPart, PartFile, part_to_json, records_to_json
+from ampaudit.parallel.parts import KIND, SCHEMA, AuditPart, PartFile, part_file
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import ALONE, PartRecords, Route, Share
 
@@ -92,7 +94,9 @@ class ResumedShare(CommandShare, Route):
         try:
             file = PartFile(path)
             if self.about and file.part.identity == self.about[1] and file.part.batches == (number,):
-                return file.records()
+                records = file.records()
+                file.check_end()
+                return records
         except InputError as error:
             again = f"remove {describe_path(path)}: its batch runs again"
             raise InputError(str(error.args[0]), hint=again) from None
@@ -100,7 +104,7 @@ class ResumedShare(CommandShare, Route):
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
         """Save the records of a batch, and remove its states."""
-        self._write(self._path(phase, number), (number,), records_to_json(records))
+        self._write(self._path(phase, number), (number,), [records])
         for state in self.directory.glob(f"{phase}-*-{number}-*.*.state"):
             state.unlink(missing_ok=True)
         self._inner.record(phase, number, records)
@@ -116,10 +120,12 @@ class ResumedShare(CommandShare, Route):
     def _path(self, phase: str, number: int) -> Path:
         return self.directory / f"{phase}-{number}.json"
 
-    def _write(self, path: Path, batches: tuple[int, ...] = (), records: bytes = b"") -> None:
+    def _write(
+        self, path: Path, batches: tuple[int, ...] = (), records: Sequence[list[RunRecord]] = ()
+    ) -> None:
         assert self.about is not None, "describe() comes before any batch"
         part = AuditPart(KIND, SCHEMA, 0, 1, *self.about, batches)
-        write_bytes(path, part_to_json(part) + b"\n" + records, force=True)
+        write_bytes(path, part_file(part, records), force=True)
 
     def limit(self, memory: int) -> int:
         """Return the memory limit of the first run, so that the program has the same segments."""
@@ -137,9 +143,21 @@ class ResumedShare(CommandShare, Route):
         return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
 
     def load(self, call: str) -> bytes:
-        """Return the saved state of a call."""
+        """Return the saved state of a call.
+
+        Raises:
+            InputError: The file is damaged.
+        """
         path = self.directory / f"{call}.{self.passed(call)}.state"
-        return read_bounded(path, _STATE_BYTES, InputError)
+        data = read_bounded(path, _STATE_BYTES, InputError)
+        try:  # torch.load does not compare checksums
+            damaged = ZipFile(io.BytesIO(data)).testzip() is not None
+        except BadZipFile:
+            damaged = True
+        if damaged:
+            again = f"remove {describe_path(path)}: its batch runs again"
+            raise InputError(f"{describe_path(path)} is damaged", hint=again)
+        return data
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Save the state of a call after a segment, and remove the previous one."""

@@ -230,6 +230,19 @@ def broken(text: str, how: str) -> str:
     }[how]
 
 
+@pytest.mark.parametrize("old", ['"elements":', '"peak":', '"samples":', '"err_sq":'])
+def test_a_part_with_a_flipped_bit_is_damaged(folder: Path, old: str) -> None:
+    """A field with another name was once left out, and another digit taken for what was measured."""
+    files = parts(folder, 2)
+    data = bytearray(Path(files[1]).read_bytes())
+    about = data.index(b"\n")
+    data[data.index(old.encode(), about) + len(old) - 3] ^= 1
+    Path(files[1]).write_bytes(data)
+    done = run("merge", *files)
+    assert done.exit_code == 2, done.output
+    assert "2.json is damaged: its records are not those that were written" in str(done.exception)
+
+
 @pytest.mark.parametrize("how", [*ABOUT, *SEEN, *LINES])
 def test_a_hostile_part_is_one_line(folder: Path, how: str) -> None:
     (file,) = parts(folder, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ampaudit.core.files import temporary_directory
 from ampaudit.parallel.identity import Identity
@@ -230,6 +232,38 @@ def test_a_file_that_was_spoilt_is_named(kept: Path, name: str, text: str) -> No
     (kept / "auditing-8.json").unlink()  # so that something is left to run
     (kept / name).write_text(text)
     assert f"kept/{name}" in refused(*SEGMENTS)
+
+
+def test_a_record_with_another_digit_is_named(kept: Path) -> None:
+    path = kept / "auditing-3.json"
+    about, _, records = path.read_text().partition("\n")
+    digit = re.search(r'"elements":(\d)', records)
+    assert digit is not None
+    other = str(9 - int(digit[1]))
+    path.write_text(about + "\n" + records[: digit.start(1)] + other + records[digit.end(1) :])
+    assert "kept/auditing-3.json is damaged" in refused(*SEGMENTS)
+
+
+def test_a_state_with_a_flipped_bit_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "deep.py").write_text(DEEP)
+    deep = ("scan", "deep.py", "--memory", "60kB", "--resume", "kept")
+
+    def ending(self: ResumedShare, *arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ResumedShare, "record", ending)
+        assert run(*deep).exit_code != 0
+    (state,) = (folder / "kept").glob("*.state")
+    data = bytearray(state.read_bytes())
+    values = torch.load(state, weights_only=True)["storages"]
+    data[data.index(bytes(values[-1].numpy()))] ^= 1
+    state.write_bytes(data)
+    done = run(*deep)
+    assert done.exit_code == 2
+    assert f"{state.name} is damaged" in str(done.exception)
+    state.unlink()
+    assert run(*deep).exit_code == 0
 
 
 def test_a_record_of_another_batch_is_named(kept: Path) -> None:
