@@ -61,7 +61,8 @@ class Identity:
 
     version: str  # of ampaudit
     torch: str
-    # its file and the files beside it that it imports, its modules with modes, and a sample of weights
+    # its file, the files beside it that it imports, those of its loss, metric and twins, its modules with
+    # modes, and a sample of weights
     model: str
     inputs: str  # a sample of all batches, and their values other than tensors
     batches: int  # number of batches
@@ -74,8 +75,8 @@ class Identity:
             "version": f"ampaudit {other.version} instead of {self.version}",
             "torch": f"PyTorch {other.torch} instead of {self.torch}",
             "batches": f"{other.batches} batches instead of {self.batches}",
-            "model": "another model: other code, other files that it imports, other weights "
-            "or another mode (--train)",
+            "model": "another model: other code, other files that it imports, another loss, other twins, "
+            "other weights or another mode (--train)",
             "inputs": "other inputs",
             "policies": "another policy",
             "options": "other options",
@@ -94,19 +95,20 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
         f"{name}: {type(module).__qualname__} {module.training}" for name, module in model.named_modules()
     ]
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    inputs = (tensor for batch in source.batches for tensor in tensor_leaves(batch.args, batch.kwargs))
+    given = [((*batch.args, batch.item), batch.kwargs) for batch in source.batches]
+    inputs = (tensor for args, kwargs in given for tensor in tensor_leaves(args, kwargs))
     plain = [
         repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
-        for batch in source.batches
-        for leaf in pytree.tree_leaves((batch.args, batch.kwargs))
+        for leaf in pytree.tree_leaves(given)
         if not isinstance(leaf, torch.Tensor)
     ]
+    code = source.sha256, imported_files(source), _other_code(source, config)
     options = config.model_dump(mode="python", exclude=_IGNORED_OPTIONS)
     rules = [rules_of(policy).file.model_dump(mode="json") for policy in policies]
     return Identity(
         __version__,
         torch.__version__,
-        _digest(source.sha256, imported_files(source), modules, _sampled(weights)),
+        _digest(*code, modules, _sampled(weights)),
         _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)}), plain),
         len(source.batches),
         _digest(rules),
@@ -129,6 +131,14 @@ def imported_files(source: ModelSource) -> list[str]:
         if is_model_code and path.suffix == ".py" and path.is_file():
             digests.add(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
     return sorted(digests)
+
+
+def _other_code(source: ModelSource, config: Config) -> list[str]:
+    """Return digests of the files with the code of the loss, the metric and the twins."""
+    functions = (source.loss, source.metric)
+    modules = (sys.modules.get(getattr(function, "__module__", None) or "") for function in functions)
+    files = [*(getattr(module, "__file__", None) for module in modules), getattr(config, "twins", None)]
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "" for file in files]
 
 
 def is_divisible(config: ScanConfig) -> bool:

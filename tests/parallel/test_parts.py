@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import as_source
-from ampaudit.parallel.identity import imported_files
+from ampaudit.parallel.identity import identity_of, imported_files
+from ampaudit.policy import load_policy
 from tests.support.parallel import BATCHES, MODEL, PROMOTING, run, scanned, without_times, written
 
 
@@ -141,6 +143,54 @@ def test_plain_inputs_and_the_mode_belong_to_the_audit(folder: Path) -> None:
         other = ("--batches", 2, "--part", "2/2", "-o", "2.json", "--force")
         run("scan", "plain.py", "--inputs", *options, *other)
         assert words in str(run("merge", "1.json", "2.json").exception)
+
+
+LOSS = """
+from pathlib import Path
+
+import torch
+
+
+def batches():
+    for _ in range(2):
+        yield {"x": torch.ones(2, 4), "label": torch.full((2,), float(Path("label").read_text()))}
+
+
+def model_inputs(batch):
+    return batch["x"], 1
+
+
+def loss(output, batch):
+    return (output.sum(-1) - batch["label"]).pow(2).sum() * 1e2
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [("loss.py", LOSS.replace("1e2", "1e9"), "another loss"), ("label", "2", "other inputs")],
+)
+def test_the_loss_and_its_labels_belong_to_the_audit(folder: Path, file: str, text: str, words: str) -> None:
+    """A resumed run once took the gradients of another loss, and passed where it overflows."""
+    Path("plain.py").write_text(PLAIN)
+    Path("loss.py").write_text(LOSS)
+    Path("label").write_text("1")
+    scan = ("scan", "plain.py", "--inputs", "loss.py", "--batches", 2, "--backward", "--fail-on", "never")
+    assert run(*scan, "--part", "1/2", "-o", "1.json").exit_code == 0
+    assert run(*scan, "--resume", "kept").exit_code == 0
+    Path(file).write_text(text)
+    assert run(*scan, "--part", "2/2", "-o", "2.json").exit_code == 0
+    assert words in str(run("merge", "1.json", "2.json").exception)
+    assert words in str(run(*scan, "--resume", "kept").exception)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_of_twins_belongs_to_the_audit() -> None:
+    source = as_source(nn.Linear(1, 1), batches=[torch.ones(1)])
+    Path("twins.py").write_text("SCALE = 1\n")
+    first = identity_of(source, [load_policy("half")], ScanConfig(twins=Path("twins.py")))
+    Path("twins.py").write_text("SCALE = 2\n")
+    second = identity_of(source, [load_policy("half")], ScanConfig(twins=Path("twins.py")))
+    assert "other twins" in first.difference(second)
 
 
 INPUTS = """
