@@ -73,10 +73,14 @@ class Runner:
     def skip(self, batch: Batch, number: int) -> LockStep:
         """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
         executor = self.executors.get(batch, number)
+        self.pass_on(batch, number, executor)
+        return executor
+
+    def pass_on(self, batch: Batch, number: int, executor: LockStep) -> None:
+        """Record that a batch, which is traced, ends on another machine."""
         self._elsewhere[number] = executor, batch
         for recorder in self.recorders:
             recorder.skip(executor)
-        return executor
 
     def end_batch(self) -> RunRecord:
         """Return the record of the batch, and start a new one."""

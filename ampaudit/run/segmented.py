@@ -104,10 +104,12 @@ class _Segmented:
         with reporting_model_failures(self.model, batch):
             for policy, runner in enumerate(self.runners):
                 if mine:
-                    self._ready[number, policy] = runner.prepare(batch, number)
-                    executor = self._ready[number, policy].executor
+                    self._ready[number, policy] = ready = runner.prepare(batch, number)
+                    executor = ready.executor
                     self._keep_record((number, policy))
-                if not (mine and self.share.route.ends):
+                    if not self.share.route.ends:
+                        runner.pass_on(batch, number, executor)
+                else:
                     executor = runner.skip(batch, number)
                     runner.end_batch()
                 self._programs.setdefault(id(executor.program), (number, executor.program))

@@ -41,6 +41,18 @@ def test_a_pipeline_gives_the_report_of_one_process(folder: Path, count: int, wo
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
 
 
+def test_each_rank_of_a_pipeline_calls_the_model_once_per_batch(folder: Path) -> None:
+    """All but the last rank once traced each batch twice, so that a model that counts was ahead there."""
+    body = MODEL.replace("self.table, ", "self.calls = 0; self.table, ").replace(
+        "x = self.table(ids)", "self.calls += 1; x = self.table(ids) * self.calls"
+    )
+    (folder / "mixed.py").write_text(body)
+    assert alone(folder, *SCAN, "-o", "one.json").returncode == 0
+    done = torchrun(folder, 2, *SCAN, "--pipeline", "-o", "ranks.json")
+    assert done.returncode == 0, done.stderr
+    assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
+
+
 def test_a_batch_that_fails_ends_all_ranks_of_a_pipeline(folder: Path) -> None:
     """The next rank once waited for that batch until its time was over."""
     body = MODEL.replace("yield {", "ids = ids + (1000 if number == 2 else 0)\n        yield {")
