@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 
 from ampaudit.cli.options import FILE, FirstRankCommand, report_options
-from ampaudit.core.errors import InputError
+from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe
 from ampaudit.findings.finding import FailOnGaps
 
@@ -42,7 +42,14 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     scan_options, words = options_of_words(scan_command, model, first.words)
     if (fail_on := options.pop("fail_on")) is not None:
         scan_options["fail_on"], words = fail_on, words | {"fail_on"}
-    report_scan(context, model, scan_options | options, MergedParts(parts_read), given=words)
+    try:
+        report_scan(context, model, scan_options | options, MergedParts(parts_read), given=words)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # a stranger's records may have the form of a scan's and still be none of this model
+        raise InputError(
+            f"the parts are not records of this model: {type(error).__name__}: {first_line(error)}",
+            hint="write them again; if that does not help, report it with the output of --debug",
+        ) from error
 
 
 def _local_location(location: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -269,6 +270,10 @@ def broken(text: str, how: str) -> str:
         (record,) = json.loads(records[1])
         record["observations"][OBSERVED] |= SEEN[how]
         return "\n".join([about, records[0], json.dumps([record]), *records[2:]])
+    if how == "no record":
+        lines = "".join(f"{line}\n" for line in [records[0], "[]", *records[2:]])
+        digest = {"digest": sha256(lines.encode()).hexdigest()}
+        return json.dumps(json.loads(about) | digest) + "\n" + lines
     return {
         "cut off": text[:-40],
         "a line less": "\n".join([about, *records[:-1]]),
@@ -293,7 +298,7 @@ def test_a_part_with_a_flipped_bit_is_damaged(folder: Path, old: str) -> None:
     assert "2.json is damaged: its records are not those that were written" in str(done.exception)
 
 
-@pytest.mark.parametrize("how", [*ABOUT, *SEEN, *LINES])
+@pytest.mark.parametrize("how", [*ABOUT, *SEEN, *LINES, "no record"])
 def test_a_hostile_part_is_one_line(folder: Path, how: str) -> None:
     (file,) = parts(folder, 1)
     Path(file).write_text(broken(Path(file).read_text(), how))
