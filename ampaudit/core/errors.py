@@ -110,7 +110,7 @@ class PolicyError(AuditError):
 class OutputError(AuditError):
     """Raised if an output cannot be written; no partial file is left behind."""
 
-    default_hint = "choose another path with -o, or free some space"
+    default_hint = "choose another path, or free some space"
 
 
 class CouldNotAudit(AuditError):
