@@ -15,7 +15,6 @@ import re2
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.syntax import (
-    append_children,
     condition_of,
     dotted_name,
     keyword_value,
@@ -146,9 +145,7 @@ class Script:
         """Return the nodes of the script, or of one of its functions, outer ones first."""
         root = inside or self.tree
         if root not in self._inside:
-            self._inside[root] = nodes = [root]
-            for node in nodes:
-                append_children(nodes, node)
+            self._inside[root] = walk(root)
         return self._inside[root]
 
     @cached_property
@@ -165,7 +162,7 @@ class Script:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node directly around each node."""
-        return {child: node for node in self.nodes() for child in append_children([], node)}
+        return {child: node for node in self.nodes() for child in ast.iter_child_nodes(node)}
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, innermost first."""
@@ -365,14 +362,11 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
 
 
 def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
+    for node in (node for statement in body for node in walk(statement)):
         if isinstance(node, ast.Call):
             _record_call(script.usage, node)
         elif isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
             _collect(script, [node], None)
-        append_children(pending, node)
 
 
 def _record_call(usage: NameUsage, node: ast.Call) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 __all__ = [
-    "append_children",
     "calls",
     "condition_of",
     "covers_line",
@@ -99,7 +98,7 @@ def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names and attributes in an expression but for methods, in lower case."""
-    nodes = list(walk(node))
+    nodes = walk(node)
     methods = {part.func for part in nodes if isinstance(part, ast.Call)}
     return {
         simple_name(part).lower()
@@ -135,33 +134,28 @@ def enters_autocast(node: ast.With) -> bool:
     return any(mentions(item.context_expr, "autocast") for item in node.items)
 
 
-def append_children(nodes: list[ast.AST], node: ast.AST) -> list[ast.AST]:
-    """Append the nodes directly inside a node, except contexts and operators such as ``ast.Load``."""
-    for name in _FIELDS[type(node)]:
-        part = getattr(node, name, None)
-        if isinstance(part, ast.AST):
-            nodes.append(part)
-        elif isinstance(part, list):
-            for item in part:
-                if isinstance(item, ast.AST):
-                    nodes.append(item)  # noqa: PERF401
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return a node and those inside it, outer ones first, except aliases, contexts and operators."""
+    nodes = [node]
+    for node in nodes:
+        for name in _FIELDS[type(node)]:
+            part = getattr(node, name, None)
+            if type(part) is list:
+                nodes += filter(None, part)  # the key of a dict that another one unpacks is None
+            elif part is not None:
+                nodes.append(part)
     return nodes
 
 
-_WITHOUT_NODES: Final = frozenset("ctx op ops id attr arg asname type_comment kind".split())
+_WITHOUT_NODES: Final = frozenset(
+    "arg asname attr conversion ctx id is_async kind kwd_attrs level lineno module name names op ops rest"
+    " simple str tag type_comment".split()
+)
 _FIELDS: Final = {  # that hold nodes, by kind of node
-    kind: [name for name in kind._fields if name not in _WITHOUT_NODES and kind is not ast.Constant]
+    kind: [name for name in kind._fields if name not in _WITHOUT_NODES]
     for kind in vars(ast).values()
     if isinstance(kind, type) and issubclass(kind, ast.AST)
-}
-
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and those inside it, outer ones first, except contexts and operators."""
-    nodes = [node]
-    for node in nodes:
-        yield node
-        append_children(nodes, node)
+} | {ast.Constant: [], ast.MatchSingleton: []}
 
 
 def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
