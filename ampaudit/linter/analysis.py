@@ -40,7 +40,7 @@ from ampaudit.linter.flow.interpreter import (
 from ampaudit.linter.flow.managed import lightning_trainers
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
-from ampaudit.linter.flow.syntax import parameter_defaults, sets_own_context
+from ampaudit.linter.flow.syntax import parameter_defaults
 from ampaudit.linter.flow.values import (
     Autocast,
     ClassInfo,
@@ -124,7 +124,8 @@ def _follow(
     unknown autocast context.
     """
     if context is None:
-        context = NO_AUTOCAST if info is None or sets_own_context(info.node) else UNKNOWN_AUTOCAST
+        script = interpreter.linked.main
+        context = NO_AUTOCAST if info is None or script.sets_own_context(info.node) else UNKNOWN_AUTOCAST
     run = partial(_run, interpreter, start, info, owner, context)
     interpreter.condition_counts.clear()
     events = run()

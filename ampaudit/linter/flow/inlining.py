@@ -16,7 +16,6 @@ from ampaudit.linter.flow.syntax import (
     dotted_name,
     keyword_value,
     parameter_defaults,
-    sets_own_context,
     simple_name,
 )
 from ampaudit.linter.flow.torch_names import DTYPES, FRAMEWORKS
@@ -114,7 +113,8 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
     """Interpret a function that other code will call later, without any effect on the current state."""
     state, interpreter.path_state = interpreter.path_state, interpreter.state.fork()
-    autocast = NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST
+    script, definition = interpreter.linked.script_of(function.info.node), function.info.node
+    autocast = NO_AUTOCAST if script.sets_own_context(definition) else UNKNOWN_AUTOCAST
     with interpreter.entered(interpreter.point._replace(autocast=autocast, grad_modes=())):
         inline_call(interpreter, function.info, node, {}, None, function.frame)
     interpreter.path_state = state

@@ -16,7 +16,9 @@ import re2
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.syntax import (
     condition_of,
+    covers_line,
     dotted_name,
+    enters_autocast,
     keyword_value,
     last_component,
     nested_blocks,
@@ -291,6 +293,14 @@ class Script:
             return False
         products = self.of_type(ast.BinOp, ast.AugAssign)
         return any(map(_SCALES.search, self.names)) or any(map(_multiplies_loss_by_scale, products))
+
+    def sets_own_context(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        """Return whether a function loops over data or enters autocast, and so not called under autocast."""
+        if node.name == "forward":
+            return False  # the loop that calls it is elsewhere
+        loops = self.of_type(ast.For, ast.AsyncFor, ast.While, ast.With)
+        inside = (loop for loop in loops if covers_line(node, loop.lineno))
+        return any(not isinstance(loop, ast.With) or enters_autocast(loop) for loop in inside)
 
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:
         """Return whether any line of a statement or lambda matters."""

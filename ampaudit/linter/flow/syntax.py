@@ -23,7 +23,6 @@ __all__ = [
     "nested_blocks",
     "parameter_defaults",
     "receiver_name",
-    "sets_own_context",
     "simple_name",
     "tests_remainder",
     "walk",
@@ -141,7 +140,7 @@ def walk(node: ast.AST) -> list[ast.AST]:
         for name in _FIELDS[type(node)]:
             part = getattr(node, name, None)
             if type(part) is list:
-                nodes += filter(None, part)  # the key of a dict that another one unpacks is None
+                nodes += filter(None, part) if name in _WITH_GAPS else part
             elif part is not None:
                 nodes.append(part)
     return nodes
@@ -151,6 +150,7 @@ _WITHOUT_NODES: Final = frozenset(
     "arg asname attr conversion ctx id is_async kind kwd_attrs level lineno module name names op ops rest"
     " simple str tag type_comment".split()
 )
+_WITH_GAPS: Final = frozenset({"keys", "kw_defaults"})  # lists that have ``None`` where there is no node
 _FIELDS: Final = {  # that hold nodes, by kind of node
     kind: [name for name in kind._fields if name not in _WITHOUT_NODES]
     for kind in vars(ast).values()
@@ -173,18 +173,6 @@ def parameter_defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
     defaults = dict(zip(positional[::-1], arguments.defaults[::-1], strict=False))
     by_keyword = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return defaults | {argument.arg: default for argument, default in by_keyword if default is not None}
-
-
-def sets_own_context(node: ast.AST) -> bool:
-    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
-    if getattr(node, "name", "") == "forward":
-        return False  # the loop that calls it is elsewhere
-    for inner in walk(node):
-        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
-            return True
-        if isinstance(inner, ast.With) and enters_autocast(inner):
-            return True
-    return False
 
 
 def imported_names(tree: ast.Module) -> list[tuple[str, str, str]]:
