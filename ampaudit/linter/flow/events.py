@@ -377,7 +377,8 @@ class NumberRead(Event):
 class OpEvaluated(Event):
     """A call of an op of torch, by its function's dotted name also where it is a method or an operator.
 
-    Of its operands, it has those that are tensors.
+    Of its operands, it has those that are tensors. Rules see only ops with a tensor that has a dtype, a cast
+    or rounded positions.
     """
 
     path: str

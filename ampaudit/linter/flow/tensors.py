@@ -96,9 +96,10 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 
 
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
-    """Let the rules see a call of an op; there are too many of them to record."""
-    tensors = tuple(value for value in operands if isinstance(value, Tensor))
-    interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.point.autocast))
+    """Let the rules see a call of an op, if they may know a dtype; there are too many of them to record."""
+    tensors = tuple([value for value in operands if isinstance(value, Tensor)])
+    if any(t.dtype or t.weights_dtype or t.upcast or t.rounded for t in tensors):
+        interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.point.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
