@@ -277,7 +277,7 @@ def _import_all(interpreter: Interpreter, module: str) -> None:
 def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
     info = interpreter.point.script.functions.get(node.name)
     if info is None or info.node is not node:
-        info = FunctionInfo(node, None, interpreter.point.script.is_relevant(node))
+        info = FunctionInfo(node, interpreter.point.script.is_relevant(node))
     interpreter.state.bind(interpreter.point.frame, node.name, Function(info, interpreter.point.frame))
 
 
@@ -418,7 +418,7 @@ def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
         returned = ast.copy_location(ast.Return(value=node.body), node.body)
         function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
         ast.copy_location(function, node)
-        info = FunctionInfo(function, None, interpreter.point.script.is_relevant(node))
+        info = FunctionInfo(function, interpreter.point.script.is_relevant(node))
         interpreter.lambdas[node] = info
     return Function(info, interpreter.point.frame)
 

@@ -360,7 +360,7 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
             script.classes[node.name] = class_info = ClassInfo(node, bases, {}, base)
             _collect(script, node.body, class_info)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            info = FunctionInfo(node, owner, script.is_relevant(node))
+            info = FunctionInfo(node, script.is_relevant(node))
             if owner is not None:
                 owner.methods[node.name] = info
             else:

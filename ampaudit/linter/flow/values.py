@@ -68,7 +68,6 @@ class FunctionInfo:
     """A function or method of the file."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
-    owner: ClassInfo | None
     relevant: bool  # whether anything in it matters
 
     @property
