@@ -451,7 +451,9 @@ def reduction_of(arguments: Arguments) -> str:
 
 
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
-    positional = [interpreter.evaluate(argument) for argument in node.args]
+    positional = list(map(interpreter.evaluate, node.args))
+    if not node.keywords:
+        return Arguments(positional, {}, node)
     keywords = {k.arg or "**": interpreter.evaluate(k.value) for k in node.keywords}
     entries = keywords.get("**")
     if isinstance(entries, DictLiteral):

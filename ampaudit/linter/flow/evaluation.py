@@ -189,7 +189,7 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
         calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
         expects_error = any(last_component(dotted_name(call.func)).startswith(_RAISES) for call in calls)
         muted = interpreter.point.muted or expects_error
-        interpreter.point = interpreter.point.inside("with", node, muted=muted)
+        interpreter.point = interpreter.point.inside("with", node)._replace(muted=muted)
         interpreter.execute(node.body)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -74,9 +73,7 @@ def inline_call(
     script, entry = linked.script_of(info.node), interpreter.state
     enclosing, number = -script.number if frame is None else frame, len(interpreter.frames) + 1
     interpreter.frames[number] = Frame(enclosing, outside.frame, _aliases(info, node, owner))
-    inside = outside.inside(
-        "call",
-        node,
+    inside = outside.inside("call", node)._replace(
         script=script,
         frame=number,
         stack=(*outside.stack, info),
@@ -134,7 +131,7 @@ def _bind_parameters(
         names = names[1:]
     defaults = parameter_defaults(arguments)
     parameters = {argument.arg: argument for argument in (*names, *arguments.kwonlyargs)}
-    annotations = Counter(ast.unparse(a.annotation) for a in parameters.values() if a.annotation is not None)
+    annotations = [ast.unparse(a.annotation) for a in parameters.values() if a.annotation is not None]
     for index, argument in enumerate(parameters.values()):
         value = passed = values.get(argument.arg, values.get(str(index)) if index < len(names) else None)
         default = defaults.get(argument.arg)
@@ -146,7 +143,7 @@ def _bind_parameters(
             value = _literal_argument(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
-            is_alone = annotations[ast.unparse(argument.annotation)] == 1
+            is_alone = annotations.count(ast.unparse(argument.annotation)) == 1
             value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
         if not isinstance(passed, Model):
             interpreter.state.forget(argument.arg)

@@ -94,13 +94,13 @@ class ProgramPoint(NamedTuple):
         continues: States in which its iteration is left.
         returns: Values and states with which the function returns.
         frame: Scope of the function's names; zero for the module, negative for an imported one.
-        guards: Calls, loops, branches and blocks, outermost first.
         autocast: Innermost autocast context.
         grad_modes: Other contexts, such as ``no_grad`` and ``no_sync``.
         stack: Functions that are followed, outermost first.
         weights: 16-bit dtype of the model whose code is followed, else empty.
         is_first_iteration: Whether each loop around is in its first iteration.
         muted: Whether nothing is reported.
+        guards: Calls, loops, branches and blocks, outermost first.
     """
 
     script: Script
@@ -108,17 +108,17 @@ class ProgramPoint(NamedTuple):
     continues: list[State]
     returns: list[tuple[Value, State]]
     frame: int = 0
-    guards: tuple[Guard, ...] = ()
     autocast: Autocast = NO_AUTOCAST
     grad_modes: tuple[str, ...] = ()
     stack: tuple[FunctionInfo, ...] = ()
     weights: str = ""
     is_first_iteration: bool = True
     muted: bool = False
+    guards: tuple[Guard, ...] = ()
 
-    def inside(self, kind: str, node: ast.AST, **changes: Any) -> ProgramPoint:
-        """Return the point inside a loop, a branch, a block or a call, with other changes."""
-        return self._replace(guards=(*self.guards, Guard(kind, node)), **changes)
+    def inside(self, kind: str, node: ast.AST) -> ProgramPoint:
+        """Return the point inside a loop, a branch, a block or a call."""
+        return ProgramPoint(*self[:-1], (*self.guards, Guard(kind, node)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +222,8 @@ class Interpreter:
 
     def _reported(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
-        is_linted = self.linked.tree.is_linted
-        if is_linted(file_number(node)):
+        is_linted, number = self.linked.tree.is_linted, file_number(node)
+        if number == 0 or is_linted(number):
             return node
         return next((call for call in reversed(self.calls) if is_linted(file_number(call))), node)
 
@@ -308,14 +308,15 @@ class Interpreter:
 
     def execute(self, body: list[ast.stmt]) -> None:
         """Execute statements in order until the path ends."""
-        outside = self.point
+        outside, handlers = self.point, self.handlers
+        is_half = outside.autocast.computes_float16
         for statement in body:
             if self.path_state is None:
                 break
             self.statement = statement
-            if self.point.autocast.computes_float16:
+            if is_half:
                 self.dtype_uses.half_lines.add(statement.lineno)
-            handler = self.handlers.get(type(statement))
+            handler = handlers.get(type(statement))
             if handler is not None:
                 handler(self, statement)
         self.point = outside
@@ -337,11 +338,11 @@ class Interpreter:
 
     def lookup(self, name: str) -> Value:
         """Return the value of a name."""
-        frame, state = self.point.frame, self.state
-        value = state.value(frame, name)
+        frame, scopes = self.point.frame, self.state.scopes
+        value = scopes[frame].get(name) if frame in scopes else None
         while value is None and frame in self.frames:
             frame = self.frames[frame].enclosing
-            value = state.value(frame, name)
+            value = scopes[frame].get(name) if frame in scopes else None
         return self.infer_from_usage(self._global(name) if value is None else value, name)
 
     def _global(self, name: str) -> Value:
@@ -369,9 +370,12 @@ class Interpreter:
 
     def infer_from_usage(self, value: Value, text: str) -> Value:
         """Replace an unknown value by what the usage of its name tells."""
-        unsure = value is UNKNOWN or (isinstance(value, Tensor) and value.node is None)
-        if isinstance(value, LiteralValue) and value.value is None and not value.is_given:
-            unsure = True
+        if isinstance(value, Tensor):
+            unsure = value.node is None
+        elif isinstance(value, LiteralValue):
+            unsure = value.value is None and not value.is_given
+        else:
+            unsure = value is UNKNOWN
         if not unsure or not text:
             return value
         kind = self.point.script.usage.kind(text)

@@ -89,8 +89,10 @@ def lightning_trainers(interpreter: Interpreter) -> list[Certainty]:
 
 def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Interpret a call that may give a model to a trainer; adapters have parameters of their own."""
-    trainer_arguments, model = arguments.get(1, "args"), arguments.get(0, "model")
-    if not isinstance(trainer_arguments, Managed) or not isinstance(model, Model):
+    trainer_arguments = arguments.get(1, "args")
+    if not isinstance(trainer_arguments, Managed) or not isinstance(
+        model := arguments.get(0, "model"), Model
+    ):
         return
     if dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords:
         interpreter.record(ManagedModel, node, trainer_arguments, model.key)

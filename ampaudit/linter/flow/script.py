@@ -164,7 +164,8 @@ class Script:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node directly around each node."""
-        return {child: node for node in self.nodes() for child in ast.iter_child_nodes(node)}
+        nodes = (node for node in self.nodes() if not isinstance(node, ast.Name | ast.Constant))
+        return {child: node for node in nodes for child in ast.iter_child_nodes(node)}
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, innermost first."""
@@ -305,7 +306,7 @@ class Script:
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:
         """Return whether any line of a statement or lambda matters."""
         decorators = getattr(node, "decorator_list", ())
-        at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
+        at = bisect_left(self.relevant_lines, decorators[0].lineno if decorators else node.lineno)
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
 
 

@@ -315,8 +315,9 @@ class State:
 
     def forget(self, name: str) -> None:
         """Remove the facts about the model that a name stood for before it was bound again."""
+        key = f"name {name}"
         for kind in _OF_MODELS:
-            self.facts.pop((kind, f"name {name}"), None)
+            self.facts.pop((kind, key), None)
 
     def clear(self, kind: FactKind[Any], *start: str) -> None:
         """Remove all facts with this prefix."""
