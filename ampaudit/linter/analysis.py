@@ -161,7 +161,7 @@ def _run(
     events = list(interpreter.events.values())
     interpreter.events = {}
     interpreter.budget.next_entry_point()
-    if not interpreter.managed:
+    if events and not interpreter.managed:
         interpreter.judge(EntryPointFollowed(events))
     return events
 

@@ -27,7 +27,7 @@ from ampaudit.linter.flow.syntax import (
     walk,
     words_of,
 )
-from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
+from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, value_class
 from ampaudit.linter.source_text import split_lines
 
 __all__ = ["Script", "ScriptTooLong", "is_worth_reading", "matching_lines", "parse", "read_script"]
@@ -193,15 +193,16 @@ class Script:
         pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]]
         pending = [(statement, None, None) for statement in self.tree.body]
         for node, condition, function in pending:
-            tested = condition_of(node.test) if isinstance(node, ast.If) else None
-            for block in nested_blocks(node):
-                is_body = block is getattr(node, "body", None)
-                holds = None if tested is None else (tested[0], tested[1] == is_body)
-                inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
-                pending += [(inner, holds, inside) for inner in block]
             if isinstance(node, ast.Assign):
                 names = filter(None, map(dotted_name, node.targets))
                 assignments += [Assignment(name, node.value, condition, function) for name in names]
+                continue
+            blocks = nested_blocks(node)
+            tested = condition_of(node.test) if isinstance(node, ast.If) else None
+            inside = node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+            for block in blocks:
+                holds = None if tested is None else (tested[0], tested[1] == (block is blocks[0]))
+                pending += [(inner, holds, inside) for inner in block]
         return assignments
 
     @cached_property
@@ -397,7 +398,7 @@ def _multiplies_loss_by_scale(node: ast.AST) -> bool:
     return "loss" in text and "scale" in text
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Assignment:
     """An assignment to a name.
 

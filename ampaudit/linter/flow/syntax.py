@@ -108,8 +108,11 @@ def names_in(node: ast.AST) -> set[str]:
 
 def words_of(nodes: Iterable[ast.AST]) -> str:
     """Return the names, attributes and strings among nodes, in lower case and on a line each."""
-    words = {node.value if isinstance(node, ast.Constant) else simple_name(node) for node in nodes}
-    return "\n".join(word for word in words if isinstance(word, str)).lower()
+    words = {getattr(node, _WORDS[type(node)]) for node in nodes if type(node) in _WORDS}
+    return "\n".join([word for word in words if isinstance(word, str)]).lower()
+
+
+_WORDS: Final[dict[type[ast.AST], str]] = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}
 
 
 def mentions(node: ast.AST, *texts: str) -> bool:
@@ -160,11 +163,18 @@ _FIELDS: Final = {  # that hold nodes, by kind of node
 
 def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Return the blocks directly inside a statement."""
-    if isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
-        return []  # most statements
+    if type(statement) not in _WITH_BLOCKS:
+        return []
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
-    return [block for block in blocks if isinstance(block, list) and block]
+    return [block for block in blocks if block]
+
+
+_WITH_BLOCKS: Final = frozenset(
+    kind
+    for kind in _FIELDS
+    if {"body", "cases"} & {*kind._fields} and not issubclass(kind, ast.expr | ast.Expression)
+)
 
 
 def parameter_defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
