@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number, key_of
 from ampaudit.linter.flow import gradients, objects, tensors
@@ -479,29 +479,14 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
     arguments = _arguments(interpreter, node)
-    if isinstance(base, Scaler):
-        return scaler_method(interpreter, node, base, name, arguments)
-    if isinstance(base, Optimizer):
-        return objects.optimizer_method(interpreter, node, base, name, arguments)
-    if isinstance(base, Model):
-        return objects.model_method(interpreter, node, base, name, arguments)
-    if isinstance(base, Scheduler):
-        return UNKNOWN
-    if isinstance(base, StateDict):  # a copy, or a part of it
-        return base
-    if isinstance(base, LossGradients):
-        return use_loss_gradients(interpreter, node, base, name)
-    if isinstance(base, GradAttribute):
-        return gradient_method(interpreter, node, name)
-    if isinstance(base, Tensor):
-        return tensors.tensor_method(interpreter, node, base, name, arguments)
-    if name in ("parameters", "named_parameters") and not isinstance(base, Managed | DictLiteral):
+    method = _METHODS.get(type(base))
+    if method is not None:
+        return method(interpreter, node, base, name, arguments)
+    if name in ("parameters", "named_parameters") and not isinstance(base, DictLiteral):
         return Parameters(None)
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
-    if isinstance(base, Managed):
-        return managed_method(interpreter, node, base, name, arguments)
     if isinstance(base, DictLiteral) and name == "values":
         return KnownItems(base.items)
     if isinstance(base, DictLiteral) and name == "get":
@@ -520,6 +505,21 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
+
+
+_METHODS: Final[dict[type, Callable[[Interpreter, ast.Call, Any, str, Arguments], Value]]] = {
+    Scaler: scaler_method,
+    Optimizer: objects.optimizer_method,
+    Model: objects.model_method,
+    Scheduler: lambda interpreter, node, base, name, arguments: UNKNOWN,
+    StateDict: lambda interpreter, node, base, name, arguments: base,  # a copy, or a part of it
+    LossGradients: lambda interpreter, node, base, name, arguments: use_loss_gradients(
+        interpreter, node, base, name
+    ),
+    GradAttribute: lambda interpreter, node, base, name, arguments: gradient_method(interpreter, node, name),
+    Tensor: tensors.tensor_method,
+    Managed: managed_method,
+}
 
 
 def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:

@@ -521,7 +521,6 @@ HANDLERS: Handlers = {
     ast.FunctionDef: _function,
     ast.AsyncFunctionDef: _function,
     ast.ClassDef: _class,
-    ast.Name: lambda interpreter, node: interpreter.lookup(node.id),
     ast.Constant: lambda _, node: LiteralValue(node.value),
     ast.Attribute: _attribute,
     ast.Call: evaluate_call,

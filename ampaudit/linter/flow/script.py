@@ -92,9 +92,10 @@ class NameUsage:
 
     def kind(self, text: str) -> str:
         """Return what a name stands for; empty if its uses do not tell."""
-        if text not in self._kinds:
-            self._kinds[text] = self._kind(text)
-        return self._kinds[text]
+        kind = self._kinds.get(text)
+        if kind is None:
+            kind = self._kinds[text] = self._kind(text)
+        return kind
 
     def _kind(self, text: str) -> str:
         name, used = last_component(text), self.methods.get(text, set())
