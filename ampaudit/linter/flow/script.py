@@ -307,9 +307,14 @@ class Script:
 
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:
         """Return whether any line of a statement or lambda matters."""
-        decorators = getattr(node, "decorator_list", ())
-        at = bisect_left(self.relevant_lines, decorators[0].lineno if decorators else node.lineno)
+        at = bisect_left(self.relevant_lines, _first_line(node))
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
+
+
+def _first_line(node: ast.stmt | ast.Lambda) -> int:
+    """Return the line at which a statement begins, with its decorators."""
+    decorators = getattr(node, "decorator_list", ())
+    return decorators[0].lineno if decorators else node.lineno
 
 
 class ScriptTooLong(Exception):
@@ -346,12 +351,19 @@ def read_script(text: str, number: int = 0) -> Script:
         ast.increment_lineno(script.tree, start)
     pattern = MATTERS_TO_IMPORTERS if number else MATTERS
     script.relevant_lines = [start + line for line in matching_lines(pattern, text)]
-    _collect(script, script.tree.body, None)
+    lines: set[int] = set()
+    _collect(script, script.tree.body, None, lines)
+    for node in script.of_type(ast.Import, ast.ImportFrom, ast.ClassDef) if lines else ():
+        if node.lineno in lines:  # of a function, or of a block
+            _collect(script, [node], None, lines)
+    for call in script.of_type(ast.Call) if lines else ():
+        if call.lineno in lines:
+            _record_call(script.usage, call)
     return script
 
 
-def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
-    """Collect functions, classes and imports, and the calls in statements that matter."""
+def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None, lines: set[int]) -> None:
+    """Collect functions, classes and imports, and add the lines of statements and bodies that matter."""
     for node in body:
         if isinstance(node, ast.Import):
             script.imports.update(alias.name for alias in node.names)
@@ -361,7 +373,7 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
             bases = tuple(text for base in node.bases if (text := dotted_name(base)))
             base = next((script.classes[base] for base in bases if base in script.classes), None)
             script.classes[node.name] = class_info = ClassInfo(node, bases, {}, base)
-            _collect(script, node.body, class_info)
+            _collect(script, node.body, class_info, lines)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             info = FunctionInfo(node, script.is_relevant(node))
             if owner is not None:
@@ -369,17 +381,9 @@ def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> N
             else:
                 script.functions.setdefault(node.name, info)
             if info.relevant:
-                _collect_usage(script, node.body)
+                lines.update(range(_first_line(node.body[0]), (node.end_lineno or node.lineno) + 1))
         elif script.is_relevant(node):
-            _collect_usage(script, [node])
-
-
-def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
-    for node in (node for statement in body for node in walk(statement)):
-        if isinstance(node, ast.Call):
-            _record_call(script.usage, node)
-        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
-            _collect(script, [node], None)
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
 def _record_call(usage: NameUsage, node: ast.Call) -> None:

@@ -74,16 +74,18 @@ def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]
     """
     if "torch" not in script.text:
         return
-    nodes = script.of_type(ast.Constant, ast.BinOp, ast.Attribute)
-    numbers = ((n, number) for n in nodes if (number := number_of(n)) is not None)
-    lines = sorted({node.lineno for node, number in numbers if _is_extreme(number)})
+    nodes: list[ast.expr] = [c for c in script.of_type(ast.Constant) if type(c.value) in (int, float)]
+    nodes += [limit for limit in script.of_type(ast.Attribute) if limit.attr in ("min", "max")]
+    numbers = ((n, number_of(n)) for n in (*nodes, *script.of_type(ast.BinOp)))
+    lines = sorted({n.lineno for n, number in numbers if number is not None and _is_extreme(number)})
     if not lines:
         return
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
-        names = script.of_type(ast.Name, ast.Attribute)
+        last = set(map(last_component, finder.named))
+        names = (node for node in script.of_type(ast.Name, ast.Attribute) if simple_name(node) in last)
         lines = sorted({*lines, *(line_of(node) for node in names if dotted_name(node) in finder.named)})
     modules = [c.node for c in script.classes.values() if c.derives("Module", "LightningModule")]
     for statement in _innermost_statements(script.tree.body, lines):
