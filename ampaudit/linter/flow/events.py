@@ -103,7 +103,7 @@ class Event:
 
     def is_inside(self, node: ast.AST) -> bool:
         """Return whether a node, such as a loop or a block, is around the event."""
-        return any(guard.node is node for guard in self.guards)
+        return node in [guard.node for guard in self.guards]
 
     def guards_inside(self, loop: ast.AST | None) -> tuple[Guard, ...]:
         """Return the guards between a loop and the event; all guards if the event is not in that loop."""

@@ -204,8 +204,8 @@ class Interpreter:
     @property
     def calls(self) -> list[ast.Call]:
         """The calls that lead here, outermost first."""
-        nodes = (guard.node for guard in self.point.guards if guard.kind == "call")
-        return [node for node in nodes if isinstance(node, ast.Call)]
+        guards = self.point.guards
+        return [node for kind, node in guards if kind == "call" and isinstance(node, ast.Call)]
 
     @property
     def call_path(self) -> str:

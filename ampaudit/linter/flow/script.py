@@ -103,12 +103,13 @@ class NameUsage:
             return "scaler"
         if any(text in arguments and self.is_scaler(scaler) for scaler, arguments in self.stepped.items()):
             return "optimizer"
-        if _OPTIMIZER.search(name) and used & {"zero_grad", "step"}:
+        if used & {"zero_grad", "step"} and _OPTIMIZER.search(name):
             return "optimizer"
-        if _SCHEDULER.search(name) and "step" in used:
+        if "step" in used and _SCHEDULER.search(name):
             return "scheduler"
-        is_model = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
-        return "model" if is_model and used & _OF_MODELS else ""
+        lower = name.lower()
+        is_model = used & _OF_MODELS and _MODEL.search(lower) and not _MAKES_MODELS.search(lower)
+        return "model" if is_model else ""
 
     @cached_property
     def optimizer_names(self) -> set[str]:
