@@ -320,14 +320,9 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     state_dict = next((value for value in values if isinstance(value, StateDict)), None)
     if state_dict is not None:
         return state_dict  # moved or converted
-    touched = any(isinstance(value, Scaler | Instance) for value in values)
-    return UNKNOWN if touched else _unknown_result(interpreter, values)
-
-
-def _unknown_result(interpreter: Interpreter, values: list[Value]) -> Value:
-    """Return what unknown code returns, which is scaled only if an argument is."""
     tensor_arguments = [value for value in values if isinstance(value, Tensor)]
-    if any(value.scaler_key for value in tensor_arguments):
+    may_scale = any(isinstance(value, Scaler | Instance) for value in values)
+    if may_scale or any(value.scaler_key for value in tensor_arguments):
         return UNKNOWN
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR

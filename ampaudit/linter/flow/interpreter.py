@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeAlias
 
@@ -35,7 +36,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
     literal_of,
-    value_class,
 )
 from ampaudit.linter.source_tree import LinkedScript
 
@@ -187,11 +187,15 @@ class Interpreter:
 
     # the program point
 
-    def entered(self, point: ProgramPoint) -> _Inside:
-        """Be at a point inside the current one, as the context of a ``with`` statement."""
-        inside = _Inside(self, self.point, self.statement)
+    @contextmanager
+    def entered(self, point: ProgramPoint) -> Iterator[None]:
+        """Be at a point inside the current one."""
+        outside, statement = self.point, self.statement
         self.point = point
-        return inside
+        try:
+            yield
+        finally:
+            self.point, self.statement = outside, statement
 
     def enter(self, context: Value) -> bool:
         """Enter a context manager, until the point is left; return whether it is a known one."""
@@ -438,21 +442,6 @@ class Interpreter:
         """Return a method of an instance, bound to it."""
         info = owner.info.method(name)
         return BoundMethod(owner, info) if info is not None else None
-
-
-@value_class(frozen=True, slots=True, eq=False)
-class _Inside:
-    """Returns to a point outside of the current one at the end of a ``with`` statement."""
-
-    interpreter: Interpreter
-    point: ProgramPoint
-    statement: ast.stmt | None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self.interpreter.point, self.interpreter.statement = self.point, self.statement
 
 
 class StepLimitReached(Exception):

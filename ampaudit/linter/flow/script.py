@@ -354,10 +354,10 @@ def read_script(text: str, number: int = 0) -> Script:
     script.relevant_lines = [start + line for line in matching_lines(pattern, text)]
     lines: set[int] = set()
     _collect(script, script.tree.body, None, lines)
-    for node in script.of_type(ast.Import, ast.ImportFrom, ast.ClassDef) if lines else ():
+    for node in script.of_type(ast.Import, ast.ImportFrom, ast.ClassDef):
         if node.lineno in lines:  # of a function, or of a block
             _collect(script, [node], None, lines)
-    for call in script.of_type(ast.Call) if lines else ():
+    for call in script.of_type(ast.Call):
         if call.lineno in lines:
             _record_call(script.usage, call)
     return script
