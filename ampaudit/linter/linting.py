@@ -310,6 +310,8 @@ def _to_findings(
     for item in diagnostics:
         if not selection.includes(item.code):
             continue
+        severity = Severity(all_pages()[item.code].severity)
+        is_weaker = item.certainty == Certainty.LIKELY and severity == Severity.ERROR
         first = int(getattr(item.node, "lineno", 1))
         last = int(getattr(item.node, "end_lineno", first) or first)
         column = character_column(lines[first - 1], getattr(item.node, "col_offset", 0))
@@ -318,7 +320,7 @@ def _to_findings(
         comment = suppression_of(item, comments)
         yield LintFinding(
             code=item.code,
-            severity=_severity_of(item),
+            severity=Severity.WARNING if is_weaker else severity,
             file=path,
             line=line,
             column=column + block.indent + 1,
@@ -343,13 +345,6 @@ def _function_at(tree: ast.Module, line: int) -> str:
             names.append(node.name)
         block = [inner for nested in nested_blocks(node) for inner in nested]
     return ".".join(names)
-
-
-def _severity_of(diagnostic: Diagnostic) -> Severity:
-    """Return the severity of a diagnostic, which is at most a warning if it is only likely."""
-    severity = Severity(all_pages()[diagnostic.code].severity)
-    is_weaker = diagnostic.certainty == Certainty.LIKELY and severity == Severity.ERROR
-    return Severity.WARNING if is_weaker else severity
 
 
 def _unused_suppressions(

@@ -343,8 +343,12 @@ def join(one: State | None, other: State | None) -> State | None:
     scopes = {**other.scopes, **one.scopes}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)
-        if others is not names:
-            scopes[scope] = _join_names(names, others)
+        if others is not names:  # a name that only one path binds keeps its value
+            scopes[scope] = joined = {**others, **names}
+            for name, value in names.items():
+                second = others.get(name, value)
+                if second is not value:
+                    joined[name] = join_values(value, second)
     one.share()  # neither may write to what the joined state has of them
     other.share()
     life = one.life if one.life == other.life else Life()
@@ -356,16 +360,6 @@ def join_all(states: Iterable[State | None]) -> State | None:
     joined: State | None = None
     for state in states:
         joined = join(joined, state)
-    return joined
-
-
-def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
-    """Join the names of two scopes; a name that only one path binds keeps its value."""
-    joined = {**others, **names}
-    for name, value in names.items():
-        second = others.get(name, value)
-        if second is not value:
-            joined[name] = join_values(value, second)
     return joined
 
 

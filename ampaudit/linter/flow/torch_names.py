@@ -25,7 +25,6 @@ __all__ = [
     "HARMLESS_METHODS",
     "KEEPS_DTYPE",
     "LAYERS_WITHOUT_DTYPE",
-    "LOG_PROBABILITIES",
     "LOSS_FUNCTIONS",
     "MAKES_LIKE",
     "MAKES_TENSORS",
@@ -95,7 +94,6 @@ KEEPS_DTYPE: Final = frozenset(
     " T sqrt square flip roll dropout interpolate pad max_pool1d max_pool2d max_pool3d avg_pool2d"
     " avg_pool3d adaptive_avg_pool2d cat stack concat where minimum maximum detach".split()
 )
-LOG_PROBABILITIES: Final = frozenset({"log_softmax", "logsumexp"})
 # functions that make tensors, and whether these are float32 if no dtype is given
 MAKES_TENSORS: Final = {
     **dict.fromkeys("zeros ones empty rand randn linspace logspace eye".split(), True),

@@ -13,7 +13,7 @@ from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, line_of, position_of
 from ampaudit.linter.flow.events import HalfLayer, ScalerStep, ScalerUnscale, ScriptFollowed, of_type
-from ampaudit.linter.flow.interpreter import DtypeUses, Interpreter
+from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import (
     covers_line,
@@ -63,23 +63,20 @@ def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
 
 @lru_cache(maxsize=1)
 def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
-    """Return the numbers of a script that both rules ask for, one after the other."""
-    return list(_find_unfit_numbers(flow.linked.main, flow.dtype_uses))
-
-
-def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
-    """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
+    """Return the masks everywhere, and the eps in modules, whose tensors may be 16-bit, for both rules.
 
     Ops with a float32 operand are left out; a mask likely meets float16 under float16 autocast.
     """
+    script, uses = flow.linked.main, flow.dtype_uses
     if "torch" not in script.text:
-        return
+        return []
     nodes: list[ast.expr] = [c for c in script.of_type(ast.Constant) if type(c.value) in (int, float)]
     nodes += [limit for limit in script.of_type(ast.Attribute) if limit.attr in ("min", "max")]
     numbers = ((n, number_of(n)) for n in (*nodes, *script.of_type(ast.BinOp)))
     lines = sorted({n.lineno for n, number in numbers if number is not None and _is_extreme(number)})
     if not lines:
-        return
+        return []
+    diagnostics: list[Diagnostic] = []
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
@@ -99,7 +96,8 @@ def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]
             certainty = (
                 min(likely, _likely(diagnostic, statement, uses.half_lines)) if by_flow is None else by_flow
             )
-            yield replace(diagnostic, certainty=certainty)
+            diagnostics.append(replace(diagnostic, certainty=certainty))
+    return diagnostics
 
 
 def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:

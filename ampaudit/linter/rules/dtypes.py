@@ -12,7 +12,6 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, names_in
 from ampaudit.linter.flow.tensors import autocast_dtype
 from ampaudit.linter.flow.torch_names import (
-    LOG_PROBABILITIES,
     MATRIX_LAYERS,
     WITHOUT_HALF_KERNEL,
     WRITES_SAME_DTYPE,
@@ -145,7 +144,7 @@ _BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigm
 @rule("AMP868", OpEvaluated, of_dtypes=True)
 def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     dtype = event.tensors[0].weights_dtype if event.tensors else ""
-    if event.name not in LOG_PROBABILITIES or not dtype:
+    if event.name not in ("log_softmax", "logsumexp") or not dtype:
         return
     is_off = event.autocast.enabled is False or not flow.linked.mentions("autocast")
     if is_off and flow.linked.uses_name("backward"):
