@@ -518,9 +518,9 @@ _METHODS: Final[dict[type, Callable[[Interpreter, ast.Call, Any, str, Arguments]
 
 
 def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:
-    method = interpreter.bound_method(base, name)
+    method = base.info.method(name)
     if method is not None:
-        return _call(interpreter, node, method)
+        return _call(interpreter, node, BoundMethod(base, method))
     stored = interpreter.state.value(base.key, name)
     value = interpreter.infer_from_usage(stored or UNKNOWN, dotted_name(node.func))
     if stored is not None or value is not UNKNOWN:
@@ -556,9 +556,8 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
         tensors.call_op(interpreter, node, "torch.nn.Module", arguments.all())
         return Tensor(model_calls=None, node=node)
     if isinstance(function, Instance):
-        methods = (interpreter.bound_method(function, name) for name in ("__call__", "forward"))
-        method = next(filter(None, methods), None)
-        return UNKNOWN if method is None else _call(interpreter, node, method)
+        method = function.info.method("__call__") or function.info.method("forward")
+        return UNKNOWN if method is None else _call(interpreter, node, BoundMethod(function, method))
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
 
 

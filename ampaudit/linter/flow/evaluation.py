@@ -331,8 +331,8 @@ def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> V
     value = interpreter.state.value(owner.key, node.attr)
     if value is not None:
         return interpreter.infer_from_usage(value, text)
-    method = interpreter.bound_method(owner, node.attr)
-    return method if method is not None else interpreter.infer_from_usage(UNKNOWN, text)
+    method = owner.info.method(node.attr)
+    return interpreter.infer_from_usage(UNKNOWN, text) if method is None else BoundMethod(owner, method)
 
 
 def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:

@@ -18,7 +18,6 @@ from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
-    BoundMethod,
     Class,
     ContextManager,
     DictLiteral,
@@ -437,11 +436,6 @@ class Interpreter:
                 one = self.lookup(node.id)
                 if isinstance(one, Optimizer):
                     self.state.bind(self.point.frame, node.id, replace(one, one_of_several=True))
-
-    def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
-        """Return a method of an instance, bound to it."""
-        info = owner.info.method(name)
-        return BoundMethod(owner, info) if info is not None else None
 
 
 class StepLimitReached(Exception):
