@@ -23,7 +23,6 @@ from ampaudit.linter.flow.syntax import (
     last_component,
     nested_blocks,
     parameter_defaults,
-    simple_name,
     walk,
     words_of,
 )
@@ -179,7 +178,8 @@ class Script:
     @cached_property
     def names(self) -> frozenset[str]:
         """All names of variables, parameters and attributes."""
-        names = {simple_name(node) for node in self.of_type(ast.Name, ast.Attribute)}
+        names = {name.id for name in self.of_type(ast.Name)}
+        names.update(attribute.attr for attribute in self.of_type(ast.Attribute))
         names.update(parameter.arg for parameter in self.of_type(ast.arg))
         return frozenset(names.union(keyword.arg or "" for keyword in self.of_type(ast.keyword)))
 
