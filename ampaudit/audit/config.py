@@ -222,7 +222,7 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
     @property
     def requested(self) -> tuple[Instrument, ...]:
         """The instruments whose options are set."""
-        return tuple(each for each in instruments() if getattr(self, each.name) not in (None, False))
+        return tuple(each for each in instruments() if getattr(self, each.name) not in (None, False, ""))
 
     @property
     def trains(self) -> bool:
