@@ -301,10 +301,45 @@ evaluate(model, [], [1, 2])
         ("scores = logits[:, -1, ids].cpu().numpy()", "float16", set()),
         ("scores = logits.float().cpu().numpy()", "bfloat16", set()),
         ("tokens = logits.argmax(-1).cpu().numpy()", "bfloat16", set()),
+        ("losses = model(**batch).loss.cpu().numpy()", "bfloat16", set()),
     ],
 )
 def test_numpy_takes_no_output_of_a_model_in_bfloat16(use: str, dtype: str, code: set[str]) -> None:
     assert set(found(LOADED.format(use=use, dtype=dtype))) == code
+
+
+ADAPTED = """import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("name", torch_dtype=torch.{dtype})
+model = get_peft_model(model, LoraConfig())
+{cast}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+scaler = torch.amp.GradScaler("cuda")
+for batch in []:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = model(**batch).loss
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+scores = model(**batch).logits.detach().cpu().numpy()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast", "code"),
+    [
+        ("float16", "", set()),
+        ("float16", "model.half()", {"AMP801", "AMP862"}),
+        ("bfloat16", "", {"AMP818", "AMP846"}),
+        ("bfloat16", "model.float()", {"AMP818"}),
+        ("bfloat16", "model.bfloat16()", {"AMP818", "AMP846"}),
+    ],
+)
+def test_adapters_are_in_float32_until_the_model_is_cast(dtype: str, cast: str, code: set[str]) -> None:
+    assert set(found(ADAPTED.format(dtype=dtype, cast=cast))) == code
 
 
 WRITTEN = """import torch

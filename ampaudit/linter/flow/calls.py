@@ -120,6 +120,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
     if isinstance(copied, Model):
         return replace(copied, key=key_of(node), node=node)
+    if path == objects.WITH_ADAPTERS and isinstance(model := arguments.get(0, "model"), Model):
+        return objects.with_adapters(interpreter, node, model)
     if path in _PASS_THROUGH or isinstance(copied, StateDict):
         return arguments.first
     if path.startswith("builtins."):

@@ -315,10 +315,9 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
         if node.attr == "dtype" and base.dtype:
             return ImportedName(f"torch.{base.dtype}")
         is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
-        # a field of what a model returned; the model may have computed it in any dtype
-        field = Tensor(
-            model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=base.weights_dtype
-        )
+        # a field of what a model returned; the model may have computed it in any dtype, as it does a loss
+        dtype = base.weights_dtype if node.attr != "loss" else ""
+        field = Tensor(model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=dtype)
         return field if is_tensor else UNKNOWN
     if isinstance(base, Managed):
         return base

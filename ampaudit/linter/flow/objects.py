@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.events import (
@@ -30,6 +30,7 @@ from ampaudit.linter.flow.state import (
     PERHAPS,
     UNKNOWN_GRADIENTS,
     AccumulatedGradients,
+    FactKind,
     PerhapsHalf,
     Phase,
     flattened,
@@ -60,6 +61,7 @@ from ampaudit.linter.flow.values import (
 
 __all__ = [
     "MODULE_METHODS",
+    "WITH_ADAPTERS",
     "applies_to_device",
     "call_model",
     "copies_method",
@@ -70,6 +72,7 @@ __all__ = [
     "model_method",
     "optimizer_method",
     "optimizer_value",
+    "with_adapters",
 ]
 
 MODULE_METHODS: Final = frozenset(
@@ -81,6 +84,7 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
     " gradient_checkpointing_enable enable_input_require_grads save_pretrained push_to_hub"
     " print_trainable_parameters set_epoch init_weights freeze unfreeze add_module load_adapter".split()
 )
+WITH_ADAPTERS: Final = "peft.get_peft_model"
 _TRAINS: Final = re.compile(r"backward|train_|_step$|optimi[sz]e_|learn")
 
 
@@ -168,6 +172,8 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
         interpreter.state.set_fact(HALF_WEIGHTS, node if dtype == "float16" else None, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if dtype == "bfloat16" else None, model.key)
+        if model.origin == WITH_ADAPTERS:  # casts what is trained as well
+            interpreter.state.set_fact(FROZEN, None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
         interpreter.state.set_fact(HALF_WEIGHTS, PerhapsHalf(node), model.key)
     elif (
@@ -176,6 +182,16 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     ):
         interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, None, model.key)
+
+
+def with_adapters(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:
+    """Return a model with float32 adapters, which freeze its weights; it computes in their dtype."""
+    state, adapted = interpreter.state, replace(model, key=key_of(node), node=node, origin=WITH_ADAPTERS)
+    kinds: tuple[FactKind[Any], ...] = (HALF_WEIGHTS, BFLOAT16_WEIGHTS, DEVICE)
+    for kind in kinds:
+        state.set_fact(kind, state.get(kind, model.key), adapted.key)
+    state.set_fact(FROZEN, True, adapted.key)
+    return adapted
 
 
 def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
