@@ -193,7 +193,7 @@ def _write_working(
     """Write one file of working weights, collecting statistics into ``stats``."""
 
     def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
-        form = measure if entry.dtype in CASTABLE_TYPES else None
+        form = measure if entry.dtype in FLOAT_TYPES else None
         if form is not None:
             stats[entry.name] = TensorStats()
         decision = decisions[entry.name]

@@ -66,10 +66,11 @@ def test_a_checkpoint_alone(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Path) -> None:
-    weights = WEIGHTS | {"nan": torch.tensor([1.0, math.nan, math.inf])}
+    weights = WEIGHTS | {"nan": torch.tensor([1.0, math.nan, math.inf]), "wide": torch.tensor([2.0, -7e4])}
+    weights["wide"] = weights["wide"].double()
     made = convert_weights(save(tmp_path / "w.pt", weights), tmp_path / "out", ConvertConfig(policy="half"))
     after = load(tmp_path / "out" / "model.safetensors")
-    assert made.overflow == {"big.weight": 4}
+    assert made.overflow == {"big.weight": 4, "wide": 1}
     assert made.broken == {"nan": 2}
     assert made.exit_code == 1
     assert after["big.weight"].isinf().all()
