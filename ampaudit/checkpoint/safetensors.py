@@ -255,6 +255,9 @@ class InMemory:
         self.label, self.metadata, self.tensors = label, metadata, tensors
         self.entries: dict[str, TensorEntry] = {}
         for name, tensor in tensors.items():
+            if name == _METADATA:
+                what = f"{describe(label)}: a tensor is named {name!r}, which safetensors cannot hold"
+                raise WeightsError(what, hint="rename it")
             dtype = type_name(tensor.dtype, f"{describe(label)}: {describe(name)!r}")
             self.entries[name] = TensorEntry(name, dtype, tuple(tensor.shape))
 

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.checkpoint import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MASTER, TORCH_NAMES
+from ampaudit.checkpoint import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, TORCH_NAMES
 from ampaudit.checkpoint.open import INDEX_SUFFIX, WatchedPart, count_megabytes
 from ampaudit.checkpoint.safetensors import SafetensorsFile, TensorEntry, write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
@@ -15,7 +15,7 @@ from ampaudit.core.session import Progress, silent
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest, write_table
 from ampaudit.export.verify import file_problem, is_own_file
-from ampaudit.export.weight_files import StoredTensor
+from ampaudit.export.weight_files import MASTER_INDEX, StoredTensor
 from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
 
 __all__ = ["restore"]
@@ -97,7 +97,7 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
     weights = manifest.weight_files
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name, record in manifest.files.items():
-        if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
+        if name in weights or name in BESIDE_WEIGHTS or name == MASTER_INDEX:
             continue
         problem = file_problem(directory, name, record)
         if problem is not None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint import FLOAT_TYPES, MASTER, SINGLE
-from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint, WatchedPart, count_megabytes
+from ampaudit.checkpoint import FLOAT_TYPES, MANIFEST, MASTER, SINGLE
+from ampaudit.checkpoint.open import (
+    INDEX_SUFFIX,
+    Checkpoint,
+    WatchedPart,
+    count_megabytes,
+    weights_error,
+)
 from ampaudit.checkpoint.safetensors import (
     Part,
     Shape,
@@ -25,9 +32,11 @@ from ampaudit.checkpoint.safetensors import (
 )
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import Progress, silent
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.schema import Constants
 
 __all__ = [
+    "MASTER_INDEX",
     "StorageDecision",
     "StoredTensor",
     "TensorStats",
@@ -37,6 +46,7 @@ __all__ = [
 ]
 
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
+MASTER_INDEX = f"{MASTER}{INDEX_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +127,10 @@ def write_weights(
 
     Raises:
         OSError: A file cannot be written, for example because the disk is full.
-        WeightsError: The checkpoint cannot be read.
+        WeightsError: The checkpoint cannot be read, or two files would have the same name.
     """
     result = WeightFiles()
+    _check_names(checkpoint, masters=masters)
     checkpoint = _watched(checkpoint, decisions, masters, on_progress)
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
@@ -140,6 +151,19 @@ def write_weights(
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
+
+
+def _check_names(checkpoint: Checkpoint, *, masters: bool) -> None:
+    """Reject shards and indexes whose names are those of other files of the conversion."""
+    if checkpoint.index is None:
+        return
+    labels = [part.label for part in checkpoint.parts]
+    names = [MANIFEST, checkpoint.index, *labels]
+    names += [MASTER_INDEX, *map(_master_name, labels)] if masters else []
+    name, count = Counter(name.casefold() for name in names).most_common(1)[0]
+    if count > 1:
+        what = f"two files of the conversion would be named {describe(name)!r}"
+        raise weights_error(checkpoint.path, what, "rename the shards, and the index, to model*")
 
 
 def _watched(
@@ -220,7 +244,7 @@ def _master_name(label: str) -> str:
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
     """Write an index of the working shards under the old name, and one of the masters."""
     assert checkpoint.index is not None
-    for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
+    for index, masters in ((checkpoint.index, False), (MASTER_INDEX, True)):
         weight_map: dict[str, str] = {}
         total = 0
         for name, stored in result.tensors.items():

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.core.errors import OutputError, UsageError, WeightsError
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.restore import restore
@@ -116,6 +116,34 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert json.loads((tmp_path / "back" / index.name).read_text())["metadata"]["total_size"] == 400
+
+
+@pytest.mark.parametrize(
+    ("shards", "index", "twice"),
+    [
+        (["master-1.safetensors", "master-2.safetensors"], "master", "master.safetensors.index.json"),
+        (["model-x.safetensors", "x.safetensors"], "model", "master-x.safetensors"),
+        (["Model.safetensors", "model.safetensors"], "model", "model.safetensors"),
+        (["manifest.json", "model.safetensors"], "model", "manifest.json"),
+    ],
+)
+def test_files_that_would_have_the_same_name(
+    tmp_path: Path, shards: list[str], index: str, twice: str
+) -> None:
+    names = {f"{number}.weight": shard for number, shard in enumerate(shards)}
+    for name, shard in names.items():
+        safetensors.torch.save_file({name: torch.ones(2, 2)}, tmp_path / shard)
+    path = tmp_path / f"{index}.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(WeightsError, match=f"two files of the conversion would be named '{twice}'"):
+        convert_weights(path, tmp_path / "out", ConvertConfig())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_safetensors_reserve(tmp_path: Path) -> None:
+    path = save(tmp_path / "w.pt", {"__metadata__": torch.ones(2, 2)})
+    with pytest.raises(WeightsError, match="'__metadata__', which safetensors cannot hold"):
+        convert_weights(path, tmp_path / "out", ConvertConfig())
 
 
 def test_existing_output(tmp_path: Path) -> None:
