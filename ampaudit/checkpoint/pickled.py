@@ -52,6 +52,7 @@ _MAX_SHARED = 100  # bytes of all tensors per byte of the file, as tensors may s
 _MAX_SMALL = 64_000_000  # bytes of all tensors in any case
 _MAX_VALUES = 100_000  # beside tensors' elements
 _STATE_DICT_ONLY = "torch.save model.state_dict() only"
+_TENSORS_ONLY = "torch.save the tensors of model.state_dict() only"
 
 
 def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
@@ -128,7 +129,7 @@ class Storages:
         shown = describe(name)
         if not isinstance(record, TensorRecord):
             what = f" but {record.name}" if isinstance(record, Opaque) else ""
-            raise RefusedPickle(f"{shown!r} is not a tensor{what}", _STATE_DICT_ONLY)
+            raise RefusedPickle(f"{shown!r} is not a tensor{what}", _TENSORS_ONLY)
         if not isinstance(record.storage, StorageRecord) or record.storage.kind not in _STORAGES:
             raise RefusedPickle(f"{shown!r} has a type that is not read", "dequantize it, then save it")
         dtype = _STORAGES[record.storage.kind] if record.dtype is None else getattr(torch, record.dtype, None)

@@ -188,7 +188,7 @@ def _special(value: Any) -> tuple[str, str] | None:
     if value.is_meta:
         return (
             "on the meta device: it has no values",
-            "create the model and its inputs with values, or load weights with --weights FILE",
+            "create the model and its inputs with values, or load weights with --stream --weights FILE",
         )
     if value.is_nested:
         return (
