@@ -254,6 +254,8 @@ def _checkpoint(
     if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
     checkpoint = open_weights(Path(source.location), options.weights)
+    if options.weights is not None and not source.model.state_dict().keys() >= checkpoint.entries.keys():
+        return _state_dict_of(source.model), {}  # the model's load_state_dict renamed them
     names = model_names(source.model, checkpoint.entries) if options.weights is None else {}
     return (rescaling.of(checkpoint, names) if rescaling is not None else checkpoint), names
 

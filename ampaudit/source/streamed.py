@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ampaudit.checkpoint.open import Checkpoint, map_checkpoint, open_checkpoint, weights_error
 from ampaudit.checkpoint.safetensors import PIECE, Part, TensorEntry, write_safetensors
@@ -142,14 +143,23 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a checkpoint whose names and shapes all match the model's.
+    """Load a checkpoint by the model's ``load_state_dict``, which renames what older versions wrote.
 
     Raises:
-        WeightsError: See ``open_checkpoint``; or names or shapes differ.
+        WeightsError: See ``open_checkpoint``; or names, shapes or dtypes do not fit the model.
     """
     state = map_checkpoint(path).tensors
-    check_names(model, state, path)
-    model.load_state_dict(state, strict=False)
+    try:
+        missing, extra = model.load_state_dict(state, strict=False) or ((), ())
+    except Exception as error:  # of torch, or of the model's code
+        _reject(path, "shape", _other_shapes(model, state))
+        what = describe(" ".join(f"{type(error).__name__}: {error}".split()), MAX_MESSAGE)
+        raise WeightsError(
+            f"{describe_path(path)}: the model's load_state_dict fails: {what}",
+            hint="call it with the same checkpoint to see the full traceback, or pass --debug",
+        ) from error
+    _reject(path, "missing", _without_value(model, missing))
+    _reject(path, "unexpected", extra)
 
 
 def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, strict: bool = True) -> None:
@@ -161,21 +171,38 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, st
         WeightsError: Names or shapes differ.
     """
     expected = model.state_dict()
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(tensor) for name, tensor in tensors.items() if name in state or name not in expected}
-    missing = [n for n in expected if n not in state and id(tensors.get(n)) not in loaded]
-    extra = [n for n in state if n not in expected] if strict else []
-    shapes = [
-        f"{n} is {tuple(state[n].shape)}, the model has {tuple(expected[n].shape)}"
-        for n in expected
-        if n in state and expected[n].shape != state[n].shape
+    _reject(path, "missing", _without_value(model, [name for name in expected if name not in state]))
+    _reject(path, "unexpected", [name for name in state if name not in expected] if strict else [])
+    _reject(path, "shape", _other_shapes(model, state))
+
+
+def _without_value(model: nn.Module, missing: Collection[str]) -> list[str]:
+    """Return which of the missing names are of a tensor that has no other name in the file."""
+    tensors: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
+    extra_state = [name for name in missing if name.endswith("_extra_state")]  # files of tensors have none
+    return [name for name in missing if name not in extra_state and id(tensors.get(name)) not in loaded]
+
+
+def _other_shapes(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    return [
+        f"{name} is {tuple(state[name].shape)}, the model has {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in state and not is_lazy(tensor) and tensor.shape != state[name].shape
     ]
-    for what, names in (("missing", missing), ("unexpected", extra), ("shape", shapes)):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            start = f"{describe_path(path)} does not match the model: {what}: "
-            listed = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
-            raise WeightsError(f"{start}{listed}{more}", hint="pass a checkpoint of this model")
+
+
+def _reject(path: Path, what: str, names: Sequence[str]) -> None:
+    """Reject a checkpoint for tensors that do not match the model, unless there are none."""
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        start = f"{describe_path(path)} does not match the model: {what}: "
+        listed = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
+        raise WeightsError(f"{start}{listed}{more}", hint="pass a checkpoint of this model")
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

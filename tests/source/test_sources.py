@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ampaudit import scan
@@ -20,6 +20,8 @@ from ampaudit.core import forkserver
 from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
+from ampaudit.export.config import ConvertConfig
+from ampaudit.export.convert import convert
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
 
@@ -155,6 +157,49 @@ def test_weights_from_both_kinds_of_checkpoint(model_file: Write, tmp_path: Path
     for name in ("w.safetensors", "w.pt", "wrapped.pt"):
         source = open_source(path, SourceConfig(weights=tmp_path / name))
         assert torch.equal(source.model.inner.weight, state["inner.weight"])
+
+
+OLD = """
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+    def set_extra_state(self, state):
+        self.calls = state.pop("calls")
+def get_model():
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    return nn.Sequential(normed, nn.BatchNorm1d(8), nn.LazyLinear(4), Extra(4, 4)).eval()
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> nn.Module:
+    """A model as older versions of its code and of PyTorch saved it, and its weights."""
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        normed = nn.utils.weight_norm(nn.Linear(8, 8))
+    model = nn.Sequential(normed, nn.BatchNorm1d(8), nn.Linear(8, 4), nn.Linear(4, 4)).eval()
+    state = dict(model.state_dict())
+    del state["1.num_batches_tracked"]
+    save_file(state, tmp_path / "old.safetensors")
+    save_file(state | {"3._extra_state": torch.ones(2)}, tmp_path / "extra.safetensors")
+    return model
+
+
+def test_a_checkpoint_is_loaded_by_the_load_state_dict_of_the_model(
+    model_file: Write, tmp_path: Path, old: nn.Module
+) -> None:
+    path, x = str(model_file(OLD + INPUTS)), torch.randn(2, 8)
+    options = SourceConfig(weights=tmp_path / "old.safetensors")
+    assert torch.equal(open_source(path, options).model(x), old(x))
+    config = ConvertConfig(policy="half", weights=options.weights)
+    convert(open_source(path, options), None, tmp_path / "out", config=config)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(stored["0.parametrizations.weight.original1"], old[0].weight_v.half())
+
+
+def test_what_load_state_dict_raises_is_told(model_file: Write, tmp_path: Path, old: nn.Module) -> None:
+    options = SourceConfig(weights=tmp_path / "extra.safetensors")
+    with pytest.raises(WeightsError, match="load_state_dict fails: AttributeError"):
+        open_source(str(model_file(OLD + INPUTS)), options)
 
 
 def test_names_that_do_not_match_are_told_briefly(model_file: Write, tmp_path: Path) -> None:
