@@ -149,7 +149,8 @@ def _weights_in(directory: Path) -> Path:
         if (directory / name).is_file():
             return directory / name
     raise WeightsError(
-        f"{directory} contains neither {SINGLE} nor model{INDEX_SUFFIX}", hint="check the path"
+        f"{directory} contains neither {SINGLE} nor model{INDEX_SUFFIX}",
+        hint="check the path, or write them with from_pretrained(DIR).save_pretrained(DIR)",
     )
 
 

@@ -25,7 +25,7 @@ from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.source_config import REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS, SourceConfig
-from ampaudit.core.text import format_bytes
+from ampaudit.core.text import format_bytes, listed
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
@@ -47,6 +47,7 @@ from ampaudit.trace.internals import Replacement, patched
 __all__ = ["from_directory", "rehearse"]
 
 INPUTS_FILE = "inputs.safetensors"
+_SHOWN = 3
 _MAX_INPUTS = 200_000_000  # bytes; below the sandbox's limit for a file
 _SLACK = 256_000_000  # bytes for a head without weights, or for tables that the model computes
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
@@ -217,10 +218,21 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
             return empty_model(architecture, config).eval(), inputs, ()
         # the method of the base class: some classes read further files
         load = transformers.PreTrainedModel.from_pretrained.__func__
-        tensors = tensors_of(weights)
-        model = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32)
+        tensors, told = tensors_of(weights), {"output_loading_info": True}
+        loaded = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32, **told)
+    model, notes = _checked(loaded, options)
+    return model, inputs, (*notes_on(weights), *notes)
+
+
+def _checked(loaded: Any, options: SourceConfig) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a model that Transformers has loaded, and a note on the tensors that its files lack."""
+    model, info = loaded
     assert isinstance(model, nn.Module)
-    return model, inputs, notes_on(weights)
+    missing = [name for name in model.state_dict() if name in info["missing_keys"]]
+    if not missing or options.weights is not None:
+        return model, ()
+    names = listed([describe(name) for name in missing], _SHOWN)
+    return model, (f"random values, as the weight files lack them: {names}",)
 
 
 def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:
@@ -246,6 +258,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     _check_installed()
     transformers = _transformers()
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)
+    notes: tuple[str, ...] = ()
     with calling_user_code(f"{path}"):
         architecture = named_class(table) or _auto_class(table, transformers)
         local = {"local_files_only": True, "trust_remote_code": True}
@@ -253,11 +266,11 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
             config = transformers.AutoConfig.from_pretrained(path, **local)
             model = empty_model(architecture, config, trust=True).eval()
         else:
-            model = architecture.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **local)
+            local |= {"use_safetensors": True, "output_loading_info": True}
+            model, notes = _checked(architecture.from_pretrained(path, dtype=torch.float32, **local), options)
         request = _request(options)
         inputs = None if request is None else make_inputs(model, request, path, trust=True)
-    assert isinstance(model, nn.Module)
-    return model, inputs, ()
+    return model, inputs, notes
 
 
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:

@@ -159,6 +159,21 @@ def test_weights_from_both_kinds_of_checkpoint(model_file: Write, tmp_path: Path
         assert torch.equal(source.model.inner.weight, state["inner.weight"])
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_random_values_of_a_directory_are_told(tmp_path: Path, trust: bool) -> None:
+    model = ZOO["bert"]().model
+    model.save_pretrained(tmp_path / "hf")
+    state = model.state_dict()
+    save_file(state, tmp_path / "all.safetensors")
+    del state["pooler.dense.weight"], state["pooler.dense.bias"]
+    save_file(state, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    options = SourceConfig(trust=trust)
+    (note,) = open_source(str(tmp_path / "hf"), options).notes
+    assert note.endswith("the weight files lack them: pooler.dense.weight, pooler.dense.bias")
+    options = options.changed(weights=tmp_path / "all.safetensors")
+    assert not open_source(str(tmp_path / "hf"), options).notes
+
+
 OLD = """
 class Extra(nn.Linear):
     def get_extra_state(self):
