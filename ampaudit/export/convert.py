@@ -434,17 +434,20 @@ def set_dtype(
     """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
 
     That loads all parameters in one dtype, except for modules that the class of the model keeps in FP32. This
-    dtype is the 16-bit format only if the plan uses no other parameter in float32.
+    dtype is the 16-bit format only if the plan uses no other parameter in float32. Tensors that the model
+    lacks are not loaded.
 
     Returns:
         Notes for the user.
     """
-    config = read_raw_config(directory)
+    config, names = read_raw_config(directory), model.state_dict().keys()
     is_kept = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
     float32 = [
         name
         for name, decision in decisions.items()
-        if (decision.dtype == "F32" or decision.used_in_float32) and not is_kept(decision.parameter or name)
+        if (decision.dtype == "F32" or decision.used_in_float32)
+        and (place := decision.parameter or name) in names
+        and not is_kept(place)
     ]
     if "torch_dtype" not in config:
         config.setdefault("dtype")

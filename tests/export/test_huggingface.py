@@ -70,6 +70,19 @@ def test_weights_in_bfloat16_that_the_plan_uses_in_float32_are_not_loaded_in_flo
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_tensors_that_the_model_lacks_do_not_decide_the_dtype(tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    made = zoo.bert().model
+    made.save_pretrained(tmp_path / "hf")
+    state = made.state_dict() | {"cls.seq_relationship.weight": torch.ones(2, 32)}
+    safetensors.torch.save_file(state, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
+    out = converted(source, tmp_path / "out", policy="half", program=False)
+    assert same_bits(load(out / "model.safetensors")["cls.seq_relationship.weight"], torch.ones(2, 32))
+    assert BertModel.from_pretrained(out, dtype="auto").dtype is torch.float16
+
+
 def test_the_config_of_each_tower_names_the_stored_dtype(tmp_path: Path) -> None:
     """As Transformers writes a model that was loaded in bfloat16."""
     from transformers import CLIPConfig, CLIPModel
