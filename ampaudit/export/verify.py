@@ -29,6 +29,7 @@ from ampaudit.export.program import compare_output, digest_of_tensors, run_progr
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.conversion import OutputRecord, Problem, Verification
 from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
+from ampaudit.source.pt2.graph import ForeignOperator
 
 __all__ = ["file_problem", "is_own_file", "verify"]
 
@@ -243,6 +244,8 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
         program = read_program(directory / PROGRAM)
         recorded = map_checkpoint(directory / REFERENCE).tensors
     except AuditError as error:
+        if isinstance(error.__cause__, ForeignOperator):  # as the model itself has
+            return [], [f"nothing was run: {error.__cause__}"]
         return [Problem("program", PROGRAM, str(error.args[0]))], []
     problems = _other_weights(program, directory, manifest) if manifest.mode == "inference" else []
     call = _with_inputs(program, recorded)

@@ -192,6 +192,31 @@ def test_a_program_that_cannot_be_loaded_is_a_problem(out: Path) -> None:
     assert problem.kind == "program"
 
 
+def test_a_program_with_operators_of_a_package_is_not_run(tmp_path: Path) -> None:
+    @torch.library.custom_op("ampaudit_verify::shifted", mutates_args=())
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    shifted.register_fake(torch.empty_like)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return shifted(self.inner(x))  # type: ignore[no-any-return]
+
+    source = ModelSource("net.py", "python", Net().eval(), (Batch((torch.randn(2, 4),)),))
+    out = converted(source, tmp_path / "out", policy="half")
+    verification = verify(out)
+    assert not verification.problems
+    (line,) = verification.outputs
+    assert line.startswith("nothing was run: operator 'torch.ops.ampaudit_verify.shifted.default'")
+    flip(out / PROGRAM, -30)
+    assert verify(out).problems
+
+
 def test_other_recorded_inputs_give_other_outputs(out: Path) -> None:
     edit(out / "reference.safetensors", lambda t: t | {"input[0]": t["input[0]"].flip(0)})
     hide(out, "reference.safetensors")

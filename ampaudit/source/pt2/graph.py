@@ -37,7 +37,7 @@ from ampaudit.source.pt2.schema import (
     Union,
 )
 
-__all__ = ["UnknownOperator", "build_graph", "operator_named", "read_tensors", "weight_of"]
+__all__ = ["ForeignOperator", "UnknownOperator", "build_graph", "operator_named", "read_tensors", "weight_of"]
 
 # numbers of torch/_export/serde/schema.py
 _FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
@@ -49,6 +49,7 @@ SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
 }
 Size = Annotated[int, Field(ge=0, le=2**62)]
 _OVERLOAD = re.compile(r"torch\.ops\.(aten|prims)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
+_REGISTERED = re.compile(r"torch\.ops(\.[A-Za-z_]\w*){3}", re.ASCII)
 _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
 _FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.(\w+)", re.ASCII)
 # operators that write files, print, change the process, or trust their sizes, indices and pointers
@@ -351,6 +352,10 @@ class UnknownOperator(ValueError):
         super().__init__(f"operator {describe(name)!r} {why}")
 
 
+class ForeignOperator(UnknownOperator):
+    """Raised for an operator that another package registers."""
+
+
 def operator_named(name: str) -> Callable[..., Any]:
     """Return the operator of a name such as ``torch.ops.aten.add.Tensor``.
 
@@ -372,7 +377,8 @@ def operator_named(name: str) -> Callable[..., Any]:
             "torch._functorch.predispatch": (predispatch, _VMAP),
         }[module]
     else:
-        raise UnknownOperator(name, "is not one of PyTorch's own")
+        error = ForeignOperator if _REGISTERED.fullmatch(name) else UnknownOperator
+        raise error(name, "is not one of PyTorch's own")
     function: Callable[..., Any] | None = getattr(place, short, None) if short in allowed else None
     if function is None:
         raise UnknownOperator(name, "is not one that ampaudit reads from a file")
