@@ -398,7 +398,7 @@ def audit_rescaled(
 def copy_companions(source: Path, target: Path, output: Path) -> None:
     """Copy configuration, tokenizer and everything else except weights, with subdirectories.
 
-    The directory of the conversion, ``output``, is not copied if it lies within the source.
+    Conversions within the source are not copied: the directory of this one, ``output``, and earlier ones.
 
     Raises:
         SourceError: A link leads out of the source, so that its copy would publish another file.
@@ -411,6 +411,7 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
         if (
             path.resolve().is_relative_to(output.resolve())
             or any(part.startswith(".") for part in relative.parts)
+            or any((source / parent / MANIFEST).is_file() for parent in relative.parents[:-1])
             or not path.is_file()
             or path.suffix in _WEIGHT_SUFFIXES
             or path.name.endswith(".index.json")

@@ -87,6 +87,17 @@ def test_a_link_that_leads_out_is_not_copied(tmp_path: Path) -> None:
     assert "key" not in [path.read_text() for path in (tmp_path / "second").iterdir()]
 
 
+def test_earlier_conversions_within_the_source_are_not_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "model" / "bf16"
+    for place in ("fp16/vision/config.json", "fp16/manifest.json", "vision/config.json", "bf16/x"):
+        (source / place).parent.mkdir(parents=True, exist_ok=True)
+        (source / place).write_text("{}")
+    (tmp_path / "stage").mkdir()
+    copy_companions(source, tmp_path / "stage", target)
+    copied = [path.relative_to(tmp_path / "stage") for path in (tmp_path / "stage").rglob("*.*")]
+    assert copied == [Path("vision/config.json")]
+
+
 def test_the_cache_of_hugging_face_consists_of_links(tmp_path: Path) -> None:
     repository = tmp_path / "models--x"
     source = repository / "snapshots" / "abc"
