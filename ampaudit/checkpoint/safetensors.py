@@ -235,7 +235,7 @@ class SafetensorsFile:
             dtype = dtype_of(entry.dtype)
             if dtype is None:
                 what = f"torch has no type for {describe(entry.name)!r} ({entry.dtype})"
-                raise WeightsError(f"{describe_path(self.path)}: {what}")
+                raise WeightsError(f"{describe_path(self.path)}: {what}", hint="dequantize it, then save it")
             if entry.size == 0:
                 weights.tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
                 continue

@@ -152,14 +152,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         missing, extra = model.load_state_dict(state, strict=False) or ((), ())
     except Exception as error:  # of torch, or of the model's code
-        _reject(path, "shape", _other_shapes(model, state))
+        _reject(path, shape=_other_shapes(model, state))
         what = describe(" ".join(f"{type(error).__name__}: {error}".split()), MAX_MESSAGE)
         raise WeightsError(
             f"{describe_path(path)}: the model's load_state_dict fails: {what}",
             hint="call it with the same checkpoint to see the full traceback, or pass --debug",
         ) from error
-    _reject(path, "missing", _without_value(model, missing))
-    _reject(path, "unexpected", extra)
+    _reject(path, missing=_without_value(model, missing), unexpected=extra)
 
 
 def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, strict: bool = True) -> None:
@@ -171,9 +170,12 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, st
         WeightsError: Names or shapes differ.
     """
     expected = model.state_dict()
-    _reject(path, "missing", _without_value(model, [name for name in expected if name not in state]))
-    _reject(path, "unexpected", [name for name in state if name not in expected] if strict else [])
-    _reject(path, "shape", _other_shapes(model, state))
+    _reject(
+        path,
+        missing=_without_value(model, [name for name in expected if name not in state]),
+        unexpected=[name for name in state if name not in expected] if strict else [],
+        shape=_other_shapes(model, state),
+    )
 
 
 def _without_value(model: nn.Module, missing: Collection[str]) -> list[str]:
@@ -196,13 +198,18 @@ def _other_shapes(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _reject(path: Path, what: str, names: Sequence[str]) -> None:
-    """Reject a checkpoint for tensors that do not match the model, unless there are none."""
-    if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        start = f"{describe_path(path)} does not match the model: {what}: "
-        listed = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
-        raise WeightsError(f"{start}{listed}{more}", hint="pass a checkpoint of this model")
+def _reject(path: Path, **differences: Sequence[str]) -> None:
+    """Reject a checkpoint for tensors that do not match the model's, unless there are none."""
+    start = f"{describe_path(path)} does not match the model: "
+    room = (MAX_MESSAGE - len(start)) // max(1, sum(map(bool, differences.values())))
+    parts = []
+    for what, names in differences.items():
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            shown = describe(", ".join(names[:_SHOWN]), room - len(f"{what}: {more}; "))
+            parts.append(f"{what}: {shown}{more}")
+    if parts:
+        raise WeightsError(start + "; ".join(parts), hint="pass a checkpoint of this model")
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -332,6 +332,10 @@ def test_bad_checkpoints(model_file: Write, tmp_path: Path) -> None:
     raises(path, WeightsError, r"inner\.weight is \(4, 9\)", weights=tmp_path / "shape.safetensors")
     save_file({"inner.weight": torch.ones(4, 8)}, tmp_path / "less.safetensors")
     raises(path, WeightsError, r"missing: inner\.bias", weights=tmp_path / "less.safetensors")
+    parallel = {"module.inner.weight": torch.ones(4, 8), "module.inner.bias": torch.ones(4)}
+    save_file(parallel, tmp_path / "parallel.safetensors")
+    both = r"missing: inner\.weight, inner\.bias; unexpected: module\.inner\."
+    raises(path, WeightsError, both, weights=tmp_path / "parallel.safetensors")
 
 
 def test_bad_directories(tmp_path: Path) -> None:
