@@ -181,7 +181,7 @@ REFUSED = {
         words=("input[0] is a nested tensor", "pad it"),
     ),
     "meta weights": Case(
-        _model(f"{_TINY}.to('meta')"), words=("0.weight is on the meta device", "--weights FILE")
+        _model(f"{_TINY}.to('meta')"), words=("0.weight is on the meta device", "--stream --weights FILE")
     ),
     "meta everything": Case(
         _model(f"{_TINY}.to('meta')"), "torch.ones(2, 8, device='meta')", words=("meta device", "values")
