@@ -17,6 +17,7 @@ __all__ = ["Judgement", "check_codes", "judge", "known_target", "measured_in"]
 
 # changes up to these are rounding: another order of summation, another version of a kernel
 _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
+_GROWTH = 10 ** (_DB / 20)  # of a drop of the metric
 # healthy values may vary more: a site may lose half of its headroom or one bit, an output double its error
 _FALL_BITS, _FALL_DB = 1.0, 6.0
 
@@ -165,10 +166,13 @@ def _exceeded_budgets(
                 "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
             )
     drop, most = measurements.metric_drop, budgets.max_metric_drop
-    if most is not None and drop is not None and not drop <= most + _ROUNDING:
-        fp32, low = measurements.metric_fp32, measurements.metric_lower
-        text = f"{fp32:.6g} in FP32, {low:.6g} in 16 bits: a drop of {drop:.3g}, at most {most:g} allowed"
-        yield Breach("max-metric-drop", "metric", text)
+    accepted = before.metric_drop if before is not None else None
+    if most is not None and drop is not None:
+        allowed = most if accepted is None else max(most, accepted * _GROWTH)
+        if not drop <= allowed + _ROUNDING:
+            fp32, low = measurements.metric_fp32, measurements.metric_lower
+            text = f"{fp32:.6g} in FP32, {low:.6g} in 16 bits: a drop of {drop:.3g}, at most {most:g} allowed"
+            yield Breach("max-metric-drop", "metric", text)
     share, most = measurements.fp32_share, budgets.max_fp32_share
     if most is not None and share > most and (before is None or share - before.fp32_share > _SHARE):
         text = f"{share:.1%} of the computing sites are in float32, at most {most:.1%} allowed"

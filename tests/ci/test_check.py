@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -137,6 +138,17 @@ def test_the_metric_may_fall_a_little(report: Report, fp32: float, lower: float,
     seen = Measurements(metric_fp32=fp32, metric_lower=lower)
     found = judge(report, seen, Budgets(max_metric_drop=0.01)).breaches
     assert bool(found) is breached
+
+
+def test_a_baseline_accepts_a_drop_of_the_metric(report: Report) -> None:
+    budgets = Budgets(max_metric_drop=0.01)
+    known = known_target("", report, Measurements(metric_fp32=0.9, metric_lower=0.8), budgets)
+    for lower, counts in ((0.8, False), (0.795, False), (0.85, False), (0.78, True), (-math.inf, True)):
+        judged = judge(report, Measurements(metric_fp32=0.9, metric_lower=lower), budgets, known)
+        assert bool(judged.breaches) is counts, lower
+        assert len(judged.breaches) + len(judged.known) == 1
+    never = replace(known, measured=Measurements())
+    assert judge(report, known.measured, budgets, never).breaches, "a drop that it does not know"
 
 
 def test_the_metric_sees_both_outputs_in_their_structure() -> None:
