@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
-from ampaudit.findings.finding import threshold
+from ampaudit.findings.finding import Finding, Gap, Severity, threshold
 from ampaudit.findings.pages import all_pages
 from ampaudit.report.check import Breach, Budgets, KnownFinding, KnownTarget, Measurements
 from ampaudit.report.model import Report
@@ -75,11 +75,11 @@ def judge(
         return Judgement(
             (*(breach for breach, _ in counted), *_exceeded_budgets(measurements, budgets, None))
         )
-    accepted = {(finding.code, finding.site): finding for finding in baseline.findings}
+    accepted = {finding.key: finding for finding in baseline.findings}
     breaches: list[Breach] = []
     known: list[Breach] = []
     for breach, finding in counted:
-        before = accepted.get((finding.code, finding.site))
+        before = accepted.get(finding.key)
         worse = _worse(finding, before) if before is not None else ""
         if before is None:
             breaches.append(breach)
@@ -95,9 +95,26 @@ def judge(
     return Judgement((*breaches, *exceeded, *falls), (*known, *still), gone)
 
 
-def known_target(target: str, report: Report, measurements: Measurements, budgets: Budgets) -> KnownTarget:
-    """Return a target's entry in a baseline that accepts this report."""
-    findings = KnownFinding.of_each_site(finding for _, finding in _counted_findings(report, budgets))
+def known_target(
+    target: str,
+    report: Report,
+    measurements: Measurements,
+    budgets: Budgets,
+    before: KnownTarget | None = None,
+) -> KnownTarget:
+    """Return a target's entry in a baseline that accepts what counts.
+
+    What ``before`` accepts and still occurs, but does not count here, stays accepted.
+    """
+    counted = {f.key: f for f in KnownFinding.of_each_site(f for _, f in _counted_findings(report, budgets))}
+    everything = (*map(_known_finding, report.findings), *map(_known_gap, report.gaps))
+    occurring = {finding.key: finding for finding in KnownFinding.of_each_site(everything)}
+    for finding in before.findings if before is not None else ():
+        if finding.key in occurring:
+            severities = finding.severity, occurring[finding.key].severity
+            least = min(severities, key=lambda severity: severity.rank)
+            counted.setdefault(finding.key, replace(finding, severity=least))
+    findings = tuple(counted[key] for key in sorted(counted))
     headroom = dict(sorted(_healthy_headroom(report)))
     return KnownTarget(target, report.run.policy, report.run.dtype, findings, headroom, measurements)
 
@@ -116,13 +133,20 @@ def _counted_findings(report: Report, budgets: Budgets) -> Iterator[tuple[Breach
             and finding.code not in budgets.allow
             and finding.severity.rank >= least
         ):
-            numbers = finding.evidence.headroom_bits, finding.evidence.sqnr_db
             breach = Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
-            yield breach, KnownFinding(finding.code, finding.site, finding.severity, *numbers)
+            yield breach, _known_finding(finding)
     for gap in report.gaps if budgets.fail_on == "gap" else ():
         if gap.kind.code not in budgets.allow:
-            breach = Breach(gap.kind.code, gap.site, gap.in_words)
-            yield breach, KnownFinding(gap.kind.code, gap.op, breach.severity)
+            yield Breach(gap.kind.code, gap.site, gap.in_words), _known_gap(gap)
+
+
+def _known_finding(finding: Finding) -> KnownFinding:
+    numbers = finding.evidence.headroom_bits, finding.evidence.sqnr_db
+    return KnownFinding(finding.code, finding.site, finding.severity, *numbers)
+
+
+def _known_gap(gap: Gap) -> KnownFinding:
+    return KnownFinding(gap.kind.code, gap.op, Severity.ERROR)
 
 
 def _worse(now: KnownFinding, before: KnownFinding) -> str:

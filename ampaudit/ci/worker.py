@@ -73,14 +73,15 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         notes.append("the model file has no metric(output, batch): max-metric-drop was not checked")
     policy, dtype = report.run.policy, report.run.dtype
     known = (k for k in request.baseline or () if (k.policy, k.dtype) == (policy, dtype))
-    accepted = known_target(request.target, report, measured, budgets) if request.update_baseline else None
-    before = accepted or next(known, None)
+    before, accepted = next(known, None), None
+    crashed = report.exit_code == 3  # one of ampaudit's checks failed
+    if request.update_baseline and not crashed:
+        before = accepted = known_target(request.target, report, measured, budgets, before)
     if before is None and request.baseline is not None:
         notes.append(f"the baseline does not have it under {policy} in {dtype}")
     judged = judge(report, measured, budgets, before)
     errors = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
     breaches += judged.breaches
-    crashed = report.exit_code == 3  # one of ampaudit's checks failed
     return TargetResult(
         target=request.target,
         verdict="error" if crashed else "fail" if breaches or errors else "pass",

@@ -41,13 +41,18 @@ class KnownFinding:
     headroom_bits: float | None = None
     sqnr_db: float | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """The key by which a finding is known."""
+        return self.code, self.site
+
     @classmethod
     def of_each_site(cls, findings: Iterable[KnownFinding]) -> tuple[KnownFinding, ...]:
         """Merge findings with the same code and site, keeping the worst numbers; sorted."""
         merged: dict[tuple[str, str], KnownFinding] = {}
         for new in findings:
-            old = merged.get((new.code, new.site), new)
-            merged[new.code, new.site] = cls(
+            old = merged.get(new.key, new)
+            merged[new.key] = cls(
                 new.code,
                 new.site,
                 max(old.severity, new.severity, key=lambda severity: severity.rank),

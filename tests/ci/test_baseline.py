@@ -15,8 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.ci.judge import judge, known_target, measured_in
+from ampaudit.ci.worker import check_target
 from ampaudit.findings.finding import Severity
-from ampaudit.report.check import Baseline, Budgets, KnownFinding, KnownTarget, Measurements
+from ampaudit.findings.pages import all_pages
+from ampaudit.report.check import Baseline, Budgets, KnownFinding, KnownTarget, Measurements, Request
+from ampaudit.report.documents import read_baseline
+from ampaudit.report.model import Report
 from tests.support.saved import saved_report
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -185,6 +189,15 @@ def test_what_is_no_baseline_is_refused(known: Path, cli: Cli, text: str) -> Non
     assert (known / "known.json").read_text() == text
 
 
+def test_an_audit_with_a_failed_check_keeps_the_entry(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = read_baseline(known / "known.json", "--baseline", "").targets
+    request = Request(str(known / "a.py"), {"policy": "half"}, {}, (entry,), update_baseline=True)
+    assert check_target(request).accepted is not None
+    monkeypatch.setattr(Report, "exit_code", 3)
+    result = check_target(request)
+    assert (result.exit_code, result.accepted) == (3, None)
+
+
 def test_a_report_is_no_baseline(known: Path, cli: Cli) -> None:
     cli("scan", "a.py", "-o", "report.json", cwd=known)
     done = cli("check", "a.py", "--baseline", "report.json", cwd=known)
@@ -212,6 +225,34 @@ def test_nothing_is_new_or_worse_than_itself(name: str, fail_on: str) -> None:
     assert judged.breaches == judged.gone == ()
     assert judged.known == judge(report, seen, budgets).breaches
     assert judge(report, seen, replace(budgets, fail_on="error"), known).gone == ()
+
+
+@pytest.mark.parametrize("name", ["overflow", "gradients", "static"])
+@pytest.mark.parametrize("first", ["error", "warning", "note", "gap"])
+@pytest.mark.parametrize("fewer", [{"fail_on": "never"}, {"fail_on": "error"}, {"allow": "all"}])
+def test_an_update_that_counts_less_keeps_the_rest(name: str, first: str, fewer: dict[str, str]) -> None:
+    report = saved_report(name)
+    seen, all_codes = measured_in(report), tuple(all_pages())
+    known = known_target("a.py", report, seen, Budgets(first))
+    less = Budgets(first, allow=all_codes) if "allow" in fewer else Budgets(**fewer)
+    updated = known_target("a.py", report, seen, less, known)
+    assert set(known.findings) <= set(updated.findings)
+    assert judge(report, seen, Budgets(first), updated).breaches == ()
+    fixed = replace(report, findings=(), gaps=())
+    assert known_target("a.py", fixed, seen, less, known).findings == (), "what is gone does not stay"
+
+
+def test_an_update_does_not_accept_what_does_not_count() -> None:
+    report = saved_report()
+    seen, first = measured_in(report), report.findings[0]
+    never = Budgets("never")
+    assert known_target("a.py", report, seen, never).findings == ()
+    old = KnownFinding(first.code, first.site, Severity.ERROR, 100.0)
+    milder = replace(report, findings=(replace(first, severity=Severity.WARNING),))
+    known = KnownTarget("a.py", "half", "float16", (old,), {}, seen)
+    updated = known_target("a.py", milder, seen, never, known)
+    assert updated.findings == (replace(old, severity=Severity.WARNING),)
+    assert judge(report, seen, Budgets(), updated).breaches, "it was an error before, and is one again"
 
 
 @given(before=st.floats(-30, 15), now=st.floats(-30, 15), severity=st.sampled_from(Severity))
