@@ -66,7 +66,7 @@ def assert_safe(
     from ampaudit.trace.isolation import preserved
 
     with preserved(), _quiet_trace():  # some imports below draw random numbers
-        from ampaudit.audit.config import ScanConfig
+        from ampaudit.audit.config import ScanConfig, rules_of
         from ampaudit.audit.scan import scan
         from ampaudit.ci.judge import check_codes, judge, measured_in
         from ampaudit.report.check import Budgets
@@ -75,6 +75,7 @@ def assert_safe(
         settings: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}
         limits: dict[str, Any] = {name: options[name] for name in _LIMITS if options.get(name) is not None}
         config = ScanConfig(**settings)
+        config = config.changed(policy=rules_of(config.policy))  # one policy: ``scan`` takes several
         config.changed(**limits)  # validates the limits
         budgets = Budgets(config.fail_on, allowed, **limits)
         report = scan(model, inputs, batches=batches, source=source, config=config, session=session)

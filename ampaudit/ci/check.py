@@ -68,7 +68,8 @@ def check(
     if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(config.allow)
-    limits = ChildLimits(config.timeout, parse_size(config.max_memory) if config.max_memory else None)
+    memory = parse_size(config.max_memory) if config.max_memory is not None else None
+    limits = ChildLimits(config.timeout, memory)
     budgets = _json_values(config, {field.name for field in fields(Budgets)})
     Budgets.of(budgets)  # validates the limits
     update = config.update_baseline

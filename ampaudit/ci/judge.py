@@ -45,7 +45,7 @@ def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
         if code not in known:
             raise UsageError(
                 f"--allow {describe(code)}: no such check",
-                hint=f"{did_you_mean(code, known)}'ampaudit explain' lists all codes",
+                hint=f"{did_you_mean(str(code), known)}'ampaudit explain' lists all codes",
             )
     return codes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ampaudit.audit.config import ScanConfig, policies_of
+from ampaudit.audit.config import ScanConfig, policies_of, rules_of
 from ampaudit.audit.metric import metric_of
 from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import judge, known_target, measured_in
@@ -47,6 +47,7 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     """
     source = open_source(request.target, SourceConfig.read(_options_of(SourceConfig, request)))
     config = ScanConfig.read(_options_of(ScanConfig, request))
+    config = config.changed(policy=rules_of(config.policy))  # one policy: ``scan`` takes several
     budgets = Budgets.of(request.budgets)
     breaches: list[Breach] = []
     notes: list[str] = []

@@ -48,6 +48,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 UserFunction = Callable[..., Any]
+_MAX_SEED = 2**62  # torch takes 64 bits, and batches count on from the seed
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d{1,4})?", re.ASCII)
 COMMAND_LINE = "--"  # how values are named in errors: as options
 
@@ -93,6 +94,12 @@ def _known_device(name: str) -> str:
     return name
 
 
+def _valid_seed(seed: int) -> int:
+    if abs(seed) >= _MAX_SEED:
+        raise UsageError(f"--seed {seed} is too large", hint="give a number below 2^62")
+    return seed
+
+
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
@@ -107,7 +114,8 @@ DeviceName = Annotated[
     AfterValidator(_known_device),
     Option("Device to run on: cpu, cuda, cuda:1, xpu; for train and bench also mps.", metavar="DEVICE"),
 ]
-Seed = Annotated[int, Option("Random seed.")]
+
+Seed = Annotated[int, AfterValidator(_valid_seed), Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file
 Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
 

@@ -150,9 +150,12 @@ def parse_size(text: str) -> int:
     compact = text.strip().lower().replace(" ", "")
     digits = compact.rstrip("kmgib")
     try:
-        return int(float(digits) * _UNITS[compact[len(digits) :]])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error
+        size = int(float(digits) * _UNITS[compact[len(digits) :]])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB")
+    return size
 
 
 def signal_to_noise_db(signal: float, noise: float) -> float | None:

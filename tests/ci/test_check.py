@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import yaml
 
+import ampaudit
 from ampaudit import scan
 from ampaudit.audit.metric import metric_of
 from ampaudit.ci.check import check_all
@@ -257,10 +259,23 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "4 parsecs", "-", "4XB", "infGB"])
+@pytest.mark.parametrize("text", ["", "GB", "4 parsecs", "-", "4XB", "infGB", "0GB", "-1GB"])
 def test_texts_that_are_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="is not a valid size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "half,apex-o2"}, {"seed": 2**63 - 5}, {"seed": 10**30}, {"max_memory": ""}]
+)
+def test_options_that_no_audit_can_take(tmp_path: Path, options: dict[str, Any]) -> None:
+    (tmp_path / "good.py").write_text(GOOD)
+    try:
+        (result,) = ampaudit.check(tmp_path / "good.py", **options).targets
+    except UsageError:
+        return
+    assert result.exit_code == 2
+    assert result.error.startswith("unknown policy 'half,apex-o2'")
 
 
 def test_codes_are_known() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import AuditError, UsageError
 
 TESTS = """
 import torch
@@ -112,10 +112,13 @@ def test_budgets_of_headroom_and_accuracy() -> None:
         ({"min_sqnr": float("nan")}, "nan is not a valid limit"),
         ({"config": None}, "config: no such option"),
         ({"fail_on": "all"}, "fail_on = 'all'"),
+        ({"policy": "half,apex-o2"}, "unknown policy 'half,apex-o2'"),
+        ({"allow": [1]}, "--allow 1: no such check"),
+        ({"seed": 2**63}, "--seed 9223372036854775808 is too large"),
     ],
 )
-def test_limits_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_options_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AuditError) as caught:
         ampaudit.assert_safe(nn.Linear(8, 4).eval(), torch.ones(2, 8), **options)
     assert message in str(caught.value)
 
