@@ -20,6 +20,7 @@ _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
 _GROWTH = 10 ** (_DB / 20)  # of a drop of the metric
 # healthy values may vary more: a site may lose half of its headroom or one bit, an output double its error
 _FALL_BITS, _FALL_DB = 1.0, 6.0
+_BROKEN = "holds inf or NaN, or nothing like FP32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,10 @@ def judge(
     still = (breach for breach in _exceeded_budgets(measurements, budgets, None) if breach not in exceeded)
     occurring = {(f.code, f.site) for f in report.findings} | {(g.kind.code, g.op) for g in report.gaps}
     gone = tuple(finding for key, finding in accepted.items() if key not in occurring)
-    falls = _regressions(report, measurements, baseline)
-    return Judgement((*breaches, *exceeded, *falls), (*known, *still), gone)
+    counting = (*breaches, *exceeded)
+    places = {breach.where for breach in counting}
+    falls = (fall for fall in _regressions(report, measurements, baseline) if fall.where not in places)
+    return Judgement((*counting, *falls), (*known, *still), gone)
 
 
 def known_target(
@@ -120,8 +123,8 @@ def known_target(
 
 
 def _healthy_headroom(report: Report) -> Iterator[tuple[str, float]]:
-    for site in report.nearest_sites:
-        if site.headroom_bits is not None:
+    for site in report.low_by_headroom:
+        if site.healthy and site.headroom_bits is not None:
             yield site.site, round(site.headroom_bits, 2)
 
 
@@ -164,7 +167,7 @@ def _worse(now: KnownFinding, before: KnownFinding) -> str:
 
 
 def _regressions(report: Report, measurements: Measurements, baseline: KnownTarget) -> Iterator[Breach]:
-    """Yield breaches for healthy sites that lost much headroom, and for outputs that lost much accuracy."""
+    """Yield breaches for healthy sites that lost much headroom, and for outputs that lost their accuracy."""
     for site, bits in _healthy_headroom(report):
         before = baseline.headroom.get(site)
         if before is not None and before - bits > max(_FALL_BITS, before / 2):
@@ -174,6 +177,9 @@ def _regressions(report: Report, measurements: Measurements, baseline: KnownTarg
     before = then.sqnr_db if then.sqnr_db is not None else exact
     if before is not None and measurements.sqnr_db is not None and before - measurements.sqnr_db > _FALL_DB:
         yield Breach("baseline", "outputs", f"{measurements.sqnr_db:.1f} dB, {then.accuracy} in the baseline")
+    for name in measurements.broken:
+        if name not in then.broken:
+            yield Breach("baseline", name, f"{_BROKEN}; it did not in the baseline")
 
 
 def _exceeded_budgets(
@@ -186,9 +192,7 @@ def _exceeded_budgets(
         yield Breach("min-sqnr", "outputs", f"{measurements.sqnr_db:.1f} dB, {budgets.min_sqnr:g} required")
     for name in measurements.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
-            yield Breach(
-                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
-            )
+            yield Breach("min-sqnr", name, f"{_BROKEN}; {budgets.min_sqnr:g} dB required")
     drop, most = measurements.metric_drop, budgets.max_metric_drop
     accepted = before.metric_drop if before is not None else None
     if most is not None and drop is not None:

@@ -562,20 +562,22 @@ class Report(Shown):
         return tuple(sorted(measured, key=lambda site: site.headroom_bits or 0.0))
 
     @property
+    def low_by_headroom(self) -> tuple[SiteReport, ...]:
+        """Measured 16-bit sites without masks, constants and casts of weights, least headroom first."""
+        low = (site for site in self.by_headroom if site.precision == self.run.dtype)
+        return tuple(site for site in low if site.role != "weight-cast")
+
+    @property
     def least_headroom(self) -> SiteReport | None:
         """The 16-bit site nearest the limit."""
-        return next((site for site in self.by_headroom if self._is_low(site)), None)
+        return next(iter(self.low_by_headroom), None)
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
         """Healthy 16-bit sites without those that hide earlier faults, least headroom first."""
         graver = [f for f in self.findings if f.severity is not Severity.NOTE]
         bad = {site for f in graver for site in (f.site, *f.hidden_at)}
-        low = (site for site in self.by_headroom if self._is_low(site))
-        return tuple(site for site in low if site.healthy and site.site not in bad)
-
-    def _is_low(self, site: SiteReport) -> bool:
-        return site.precision == self.run.dtype and site.role != "weight-cast"
+        return tuple(site for site in self.low_by_headroom if site.healthy and site.site not in bad)
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:

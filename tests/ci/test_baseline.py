@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,6 +98,32 @@ def test_a_healthy_site_that_falls_beside_a_known_overflow_counts(known: Path, c
     assert "headroom 3.4 bits, 11.8 in the baseline" in done.stdout
     model(known, "a.py", wide=65504.0, calm=3.0)
     assert check(cli, known, "a.py", "--baseline", "known.json").returncode == 0
+
+
+@pytest.mark.parametrize("calm", [700.0, 4000.0, 7200.0])
+def test_a_fall_to_little_headroom_counts_like_one_to_less_headroom(
+    known: Path, cli: Cli, calm: float
+) -> None:
+    model(known, "a.py", wide=65504.0, calm=calm)
+    done = check(cli, known, "a.py", "--baseline", "known.json")
+    assert done.returncode == 1
+    assert f"headroom {math.log2(65504 / (9 * calm)):.1f} bits, 11.8 in the baseline" in done.stdout
+    warned = check(cli, known, "a.py", "--baseline", "known.json", "--fail-on", "warning", "--format", "json")
+    (target,) = json.loads(warned.stdout)["targets"]
+    breaches = [b["budget"] for b in target["breaches"] if b["where"] == "(top)/mul#2"]
+    assert breaches == ["baseline" if calm == 700.0 else "AMP102"], "one place is one breach"
+
+
+def test_a_known_overflow_that_reaches_another_output_counts(known: Path, cli: Cli) -> None:
+    text = (known / "a.py").read_text()
+    text = text.replace(
+        "return x[0] * self.one * 65504.0, calm", "wide = x[0] * self.one * 65504.0\n        {}"
+    )
+    for line, code in (("return wide, calm", 0), ("return wide, calm + wide * 0.0", 1)):
+        (known / "a.py").write_text(text.format(line))
+        done = check(cli, known, "a.py", "--baseline", "known.json")
+        assert done.returncode == code, done.stdout
+        assert ("baseline output[1]: holds inf or NaN" in " ".join(done.stdout.split())) is bool(code)
 
 
 def test_what_no_longer_occurs_is_said(known: Path, cli: Cli) -> None:
