@@ -184,7 +184,13 @@ def replicated(value: Any, like: torch.Tensor) -> Any:
 
 
 def by_parts(function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    """Apply an elementwise function to the local part of a tensor, after reducing partial sums."""
+    """Apply an elementwise function to the local part of a tensor, after reducing partial sums.
+
+    Of a sparse gradient, it sees the values that are stored, before those of one index are added up.
+    """
+    if value.is_sparse:
+        parts = function(value._values())
+        return torch.sparse_coo_tensor(value._indices(), parts, value.shape, check_invariants=False)
     if not isinstance(value, DTensor):
         return function(value)
     placements = [Replicate() if isinstance(p, Partial) else p for p in value.placements]

@@ -34,6 +34,7 @@ __all__ = [
     "LossScaler",
     "Prepared",
     "ScaleState",
+    "eps_of",
     "is_master_free",
     "next_scale_state",
     "own_part",
@@ -465,15 +466,13 @@ def round_parameters(
                     value.copy_(rounded(value, dtype))
 
     def round_eps(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            if "eps" in group:
-                exact_eps.append(group["eps"])
-                group["eps"] = float(torch.tensor(group["eps"]).to(low_dtype))
+        for group in groups_with_eps(optimizer):
+            exact_eps.append(group["eps"])
+            group["eps"] = float(torch.tensor(group["eps"]).to(low_dtype))
 
     def restore_eps(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            if "eps" in group:
-                group["eps"] = exact_eps.pop(0)
+        for group in groups_with_eps(optimizer):
+            group["eps"] = exact_eps.pop(0)
 
     round_all()
     if not low_precision:
@@ -483,6 +482,16 @@ def round_parameters(
     optimizer.register_step_pre_hook(round_eps)
     optimizer.register_step_post_hook(restore_eps)
     optimizer.register_step_post_hook(round_all)
+
+
+def groups_with_eps(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups whose ``eps`` is one number, as in Adam; Adafactor's is a pair of other numbers."""
+    return [group for group in optimizer.param_groups if isinstance(group.get("eps"), int | float)]
+
+
+def eps_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the ``eps`` of the first group that has one."""
+    return next((float(group["eps"]) for group in groups_with_eps(optimizer)), None)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -200,8 +200,9 @@ class _VariantRun:
         with calling_user_code("the model") if self.spec.rules is None else nullcontext():
             loss = self.training.forward(batch).loss
         self.monitor.loss(loss)
-        self.training.backward(loss)
-        if number == 0 and all(p.grad is None for p in self.inner.parameters()):
+        if loss.requires_grad:
+            self.training.backward(loss)
+        if not loss.requires_grad or (number == 0 and all(p.grad is None for p in self.inner.parameters())):
             raise InputError(
                 "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
@@ -306,6 +307,13 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer
     scaler: GradScaler | None = None  # of the loss, if there is one
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around each forward pass
+
+    def __post_init__(self) -> None:
+        if self.scaler is not None and any(p.is_complex() for p in self.model.parameters()):
+            raise UsageError(
+                "torch's GradScaler cannot unscale the gradients of complex parameters",
+                hint="train in bfloat16, which needs no loss scale",
+            )
 
     @property
     def inner(self) -> nn.Module:

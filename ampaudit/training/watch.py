@@ -168,6 +168,11 @@ def watch_as(
         raise UsageError("every must be at least 1")
     check_trained(model, None)
     *wrappers, inner = _wrapped(model)
+    if any(isinstance(p, nn.UninitializedParameter) for p in inner.parameters()):
+        raise UsageError(
+            "the model has lazy layers without a shape yet",
+            hint="call it once on its inputs, and make the optimizer afterwards",
+        )
     names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
     optimizers = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
     for one in optimizers:

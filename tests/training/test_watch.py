@@ -192,6 +192,58 @@ def test_sparse_gradients_and_unused_parameters_are_watched() -> None:
     assert found["0.weight"].zero == pytest.approx(18 / 20)
 
 
+def test_complex_parameters_are_watched_by_their_parts() -> None:
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.complex(torch.ones(6), torch.zeros(6)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(x * self.turn).square().sum()
+
+    model = Rotation()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampaudit.watch(model, optimizer, every=1) as seen:
+        model(torch.complex(torch.arange(6.0), torch.zeros(6))).backward()
+        assert model.turn.grad is not None
+        parts = torch.view_as_real(model.turn.grad.clone())
+        optimizer.step()
+    (found,) = seen.health().parameters
+    assert found.gradient_peaks == (parts.abs().max().item(),)
+    assert found.zero == pytest.approx((parts == 0).float().mean().item())
+
+
+def test_a_lazy_layer_has_nothing_to_watch_yet() -> None:
+    model = nn.LazyLinear(4)
+    with pytest.raises(UsageError, match="lazy layers without a shape"):
+        ampaudit.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "SGD"])
+@pytest.mark.parametrize("policy", ["apex-o2", "apex-o3"])
+def test_optimizers_may_have_a_pair_for_eps_or_none(name: str, policy: str) -> None:
+    report = train(source(classes, optimizer=getattr(torch.optim, name)), steps=3, policies=(policy,))
+    eps = {variant.health.eps for variant in report.variants}
+    assert eps == {1e-8 if name == "Adam" else None}
+
+
+def test_sparse_gradients_train_under_emulation() -> None:
+    made = {}
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        prepared = ampaudit.prepare(model, optimizer, policy="apex-o2", emulate=True)
+        for index in range(3):
+            optimizer.zero_grad()
+            loss = prepared.model(torch.tensor([1, 2, 3 + index])).square().mean()
+            prepared.scaler.scale(loss).backward()
+            prepared.scaler.step(optimizer)
+            prepared.scaler.update()
+        made[sparse] = model[0].weight
+    assert torch.equal(made[True], made[False])
+
+
 def test_divergence_is_judged_on_smoothed_curves() -> None:
     reference = [1.0 / (1 + step / 10) for step in range(100)]
     assert diverged_at(reference, reference) is None
@@ -257,6 +309,11 @@ def test_mistakes_in_training() -> None:
         train(source(lambda y: (y - 1e9).sqrt().mean()), config=settings)
     with pytest.raises(InputError, match="no parameter gets a gradient"):
         train(source(lambda y: y.detach().mean().requires_grad_()), config=settings)
+    with pytest.raises(InputError, match="no parameter gets a gradient"):
+        train(source(lambda y: y.detach().mean()), config=settings)
+    complex_layer = nn.Linear(8, 4, dtype=torch.complex64)
+    with pytest.raises(UsageError, match="complex parameters"):
+        train(source(classes, nn.Sequential(Stack(), complex_layer)), config=settings)
     with pytest.raises(InputError, match="no parameter of the model requires"):
         train(source(classes, Stack().requires_grad_(False)), config=settings)
     with pytest.raises(UsageError, match="LBFGS"):
