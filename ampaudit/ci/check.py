@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from ampaudit.core.imports import TRACER
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import model_file, parse_size
-from ampaudit.core.untrusted import describe_path
+from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.render.json import to_json
 from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
 from ampaudit.report.documents import read_baseline
@@ -77,6 +78,7 @@ def check(
         raise UsageError("--update-baseline needs a file", hint="name it with --baseline FILE")
     baseline = BaselineFile(config.baseline, update=update) if config.baseline is not None else None
     settings = _json_values(config, _OPTIONS - {"fail_on"})
+    _check_names([*paths, *map(str, settings.values())])
     requests = [
         Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
         for number, target in enumerate(paths)
@@ -85,6 +87,15 @@ def check(
     if update and baseline is not None:
         baseline.update(results)
     return CheckResults.of(results)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise for a name that cannot be sent to another process as JSON."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{describe(name)}: the name is not UTF-8 text", hint="rename it") from error
 
 
 def _json_values(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:
@@ -197,7 +208,8 @@ class _Worker:
             return self._failed(f"{what}\n  next: {_HINTS[which]}")
         if not self._result.is_file():
             return self._failed(f"{self.process.death()}\n  next: run 'ampaudit scan' on it")
-        outcome = TypeAdapter(TargetResult).validate_json(self._result.read_bytes())
+        # the message of a model's error need not be UTF-8, which ``validate_json`` insists on
+        outcome = TypeAdapter(TargetResult).validate_python(json.loads(self._result.read_bytes()))
         return replace(outcome, **self._spent())
 
     def _failed(self, error: str) -> TargetResult:

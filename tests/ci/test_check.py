@@ -311,6 +311,7 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
         "dies": HEAD + "os._exit(7)\n",
         "killed": HEAD + "os.kill(os.getpid(), 9)\n",
         "raises": HEAD + "def get_model(): return 1 / 0\n",
+        "garbles": HEAD + "def get_model(): raise ValueError('half \\udc80')\n",
         "shouts": GOOD + "print('{}'); import sys; print('x' * 100_000, file=sys.stderr)\n",
     }
     paths = written(tmp_path, files)
@@ -323,6 +324,7 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
         "dies": ("error", 3),
         "killed": ("error", 3),
         "raises": ("error", 2),
+        "garbles": ("error", 2),
         "shouts": ("pass", 0),
         "gone": ("error", 2),
     }
@@ -330,8 +332,16 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
     assert "exit code 7" in found["dies"].error
     assert "SIGKILL" in found["killed"].error
     assert "ZeroDivisionError" in found["raises"].error
+    assert "ValueError: half \udc80" in found["garbles"].error
     for result in found.values():
         assert result.exit_code < 2 or "next:" in result.error
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for options in ({}, {"weights": tmp_path / os.fsdecode(b"w\xff")}):
+        target = "good.py" if options else os.fsdecode(b"b\xff.py")
+        with pytest.raises(UsageError, match=r"\\udcff.*: the name is not UTF-8 text"):
+            ampaudit.check(target, **options)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is imported ahead")
