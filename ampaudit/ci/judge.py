@@ -200,6 +200,8 @@ def _exceeded_budgets(
         if not drop <= allowed + _ROUNDING:
             fp32, low = measurements.metric_fp32, measurements.metric_lower
             text = f"{fp32:.6g} in FP32, {low:.6g} in 16 bits: a drop of {drop:.3g}, at most {most:g} allowed"
+            if math.isnan(drop):
+                text = "NaN or infinite in FP32 already: there is no drop to compare"
             yield Breach("max-metric-drop", "metric", text)
     share, most = measurements.fp32_share, budgets.max_fp32_share
     if most is not None and share > most and (before is None or share - before.fp32_share > _SHARE):

@@ -142,6 +142,12 @@ def test_the_metric_may_fall_a_little(report: Report, fp32: float, lower: float,
     assert bool(found) is breached
 
 
+def test_a_metric_that_is_nan_in_fp32_is_said_to_be(report: Report) -> None:
+    seen = Measurements(metric_fp32=-math.inf, metric_lower=-math.inf)
+    (breach,) = judge(report, seen, Budgets(max_metric_drop=0.01)).breaches
+    assert breach.what == "NaN or infinite in FP32 already: there is no drop to compare"
+
+
 def test_a_baseline_accepts_a_drop_of_the_metric(report: Report) -> None:
     budgets = Budgets(max_metric_drop=0.01)
     known = known_target("", report, Measurements(metric_fp32=0.9, metric_lower=0.8), budgets)
