@@ -8,6 +8,7 @@ nothing but softmaxes, after it was moved, selected, scaled or added to scores.
 from __future__ import annotations
 
 import glob
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -211,8 +212,9 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
             replace(prepared, batches=(batch,)), rules, scan_config, session, is_fixed=is_fixed
         )
         # includes the sites that measured rules promote on that batch
-        wide = [site.id for site in _computing(other) if _is_wide(site)]
-        rules = _with_rule(rules, "others", Match(site=_escaped(wide)), _WHY_OTHERS) if wide else rules
+        wide = {site.id for site in _computing(other) if _is_wide(site)}
+        match = Match(site=tuple(sorted(pattern for site in wide for pattern in _each_turn(site))))
+        rules = _with_rule(rules, "others", match, _WHY_OTHERS) if wide else rules
     audited, _ = _audit_until_unbroken(prepared, rules, scan_config, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, wishes, chooses, raised)
@@ -279,6 +281,12 @@ def _is_wide(site: Site) -> bool:
         return True
     follows = site.decision.cast is not Cast.LOWER and not site.role.converts
     return follows and site.dtype is torch.float32
+
+
+def _each_turn(site: SiteId) -> tuple[str, ...]:
+    """Return globs of a site and, as the body of a loop is one node, of its sites in other turns."""
+    first = re.sub(r"#\d+$", "", site)
+    return (glob.escape(first), f"{glob.escape(first)}#*") if first != site else (glob.escape(site),)
 
 
 def _escaped(names: Iterable[str]) -> tuple[str, ...]:
