@@ -17,16 +17,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import fx
 
 from ampaudit.audit.proofs import Search
 from ampaudit.bounds import bound
 from ampaudit.bounds.analysis import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
+from ampaudit.run.program import compile_program
 from ampaudit.trace import Role, TraceConfig, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
-from ampaudit.trace.flow import Flow
 from benchmarks.options import TINY_BERT, parser
 from benchmarks.timing import exponent
 
@@ -85,7 +86,9 @@ def attacked(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]
     ends = {name: (assumed.low, assumed.high) for name, assumed in domain.items()}
     search = Search(attach_weights(traced), ends, torch.device("cpu"))
     computed = [s for s in traced.sites if s.role is Role.COMPUTE and s.id in table.proved]
-    computed = [s for s in computed if s.id not in Flow(traced).constants]
+    program = compile_program(traced, torch.device("cpu"))
+    constants = {value.name for value in program.free_of(program.data) if isinstance(value, fx.Node)}
+    computed = [s for s in computed if s.node not in constants]
     nearest = sorted(computed, key=lambda s: -table.bounds[s.id].peak)[:sites]
     reached = {s.id: search.ascend(s.id, leaves, steps, 0)[1] / table.bounds[s.id].peak for s in nearest}
     return {"sites": len(reached), "steps": steps, "largest_share_of_bound": max(reached.values())}

@@ -117,7 +117,7 @@ def test_the_bar_is_drawn_and_wiped(model_file: Callable[..., Path]) -> None:
     assert "loading" in text
     assert "[bold]model.py" in text  # a name is not markup
     assert "\x1b[2K" in text  # the line is wiped
-    assert text.rstrip().splitlines()[-1].endswith("(top)/linear")
+    assert text.rstrip().splitlines()[-1].endswith("(top)/cast")
 
 
 class Recorder:

@@ -21,7 +21,7 @@ import sys
 from ampaudit.cli.program import main
 
 try:
-    main(["scan", "model.py"], standalone_mode=False)
+    main(["scan", "model.py", "--policy", "half"], standalone_mode=False)
 except SystemExit:
     pass
 print("imported", *sorted({"libcst", "re2", "torch"} & sys.modules.keys()))

@@ -84,7 +84,7 @@ def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[Program]) -> None
     [
         (
             "torch.nn.init.ones_(model.head.weight)",
-            "another model: other code, other files that it imports, other weights",
+            "another model: other code, other files that it imports, another loss, other twins",
         ),
         ("model.head.training = None", ""),
     ],
