@@ -213,8 +213,9 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
         )
         # includes the sites that measured rules promote on that batch
         wide = {site.id for site in _computing(other) if _is_wide(site)}
-        match = Match(site=tuple(sorted(pattern for site in wide for pattern in _each_turn(site))))
-        rules = _with_rule(rules, "others", match, _WHY_OTHERS) if wide else rules
+        if wide:
+            patterns = tuple(sorted(pattern for site in wide for pattern in _each_turn(site)))
+            rules = _with_rule(rules, "others", Match(site=patterns), _WHY_OTHERS)
     audited, _ = _audit_until_unbroken(prepared, rules, scan_config, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, wishes, chooses, raised)
