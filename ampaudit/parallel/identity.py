@@ -95,11 +95,11 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
         f"{name}: {type(module).__qualname__} {module.training}" for name, module in model.named_modules()
     ]
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    given = [((*batch.args, batch.item), batch.kwargs) for batch in source.batches]
-    inputs = (tensor for args, kwargs in given for tensor in tensor_leaves(args, kwargs))
+    calls = [((*batch.args, batch.item), batch.kwargs) for batch in source.batches]
+    inputs = (tensor for args, kwargs in calls for tensor in tensor_leaves(args, kwargs))
     plain = [
         repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
-        for leaf in pytree.tree_leaves(given)
+        for leaf in pytree.tree_leaves(calls)
         if not isinstance(leaf, torch.Tensor)
     ]
     code = source.sha256, imported_files(source), _other_code(source, config)

@@ -104,7 +104,10 @@ def gradient_finding(
 
 def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
     """Find the op where each overflow begins; merge those that a lower scale of at least 1 fixes."""
-    record, suits = gradients_in(context), suitable_scales(context)
+    record = gradients_in(context)
+    if not record.origins:
+        return
+    suits = suitable_scales(context)
     curable: list[tuple[int, GradientOrigin]] = []
     for origin in record.origins:
         stats = record.broken_at(origin)
@@ -173,7 +176,10 @@ def _overflow(
 
 def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
     """Find where gradients begin to vanish in the backward pass, and list those that follow."""
-    record, suits = gradients_in(context), suitable_scales(context)
+    record = gradients_in(context)
+    if not any(map(vanishes, (*record.sites.values(), *record.parameters.values()))):
+        return
+    suits = suitable_scales(context)
     behind: dict[SiteId, list[SiteId]] = {}
     starts: dict[SiteId, SiteId] = {}
     for site in reversed(context.graph_sites):
