@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 
@@ -62,7 +63,10 @@ def _write(report: Report, folder: Path, test: str, number: int) -> Path:
     from ampaudit.core.files import write_text
     from ampaudit.render.render import as_file
 
-    name = re.sub(r"[^\w.-]+", "-", test).strip("-")[-120:] + (f"-{number}" if number > 1 else "")
+    name = re.sub(r"[^\w.-]+", "-", test).strip("-")[-120:]
+    if "[" in test:  # parameters may differ only in characters that a file name lacks
+        name += f"-{crc32(test.encode()):08x}"
+    name += f"-{number}" if number > 1 else ""
     folder.mkdir(parents=True, exist_ok=True)
     for form in ("json", "html"):
         write_text(folder / f"{name}.{form}", as_file(report, form), force=True)

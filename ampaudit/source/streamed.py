@@ -209,7 +209,17 @@ def _reject(path: Path, **differences: Sequence[str]) -> None:
             shown = describe(", ".join(names[:_SHOWN]), room - len(f"{what}: {more}; "))
             parts.append(f"{what}: {shown}{more}")
     if parts:
-        raise WeightsError(start + "; ".join(parts), hint="pass a checkpoint of this model")
+        raise WeightsError(start + "; ".join(parts), hint=_advice(**differences))
+
+
+def _advice(missing: Sequence[str] = (), unexpected: Sequence[str] = (), shape: Sequence[str] = ()) -> str:
+    """Advise to remove the prefix of a wrapper, such as DistributedDataParallel, if that is all."""
+    prefixes = {name.removesuffix(missing[0]) for name in unexpected if missing and name.endswith(missing[0])}
+    for prefix in prefixes:
+        prefixed = all(name.startswith(prefix) for name in unexpected)
+        if prefixed and not shape and {prefix + name for name in missing} <= set(unexpected):
+            return f"remove the prefix {describe(prefix)!r} from the checkpoint's names"
+    return "pass a checkpoint of this model"
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

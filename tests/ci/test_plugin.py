@@ -64,6 +64,23 @@ def test_in_a_project_of_its_own(tmp_path: Path) -> None:
     assert names == {f"{test}.{form}" for test in tests for form in ("json", "html")}
 
 
+def test_each_set_of_parameters_has_its_own_report(tmp_path: Path) -> None:
+    tests = f"""{TESTS}
+import pytest
+
+@pytest.mark.parametrize("name", ["a-b", "a b", "a/b"])
+def test_many(assert_safe, name):
+    assert_safe(model(1.0), torch.ones(2, 8))
+"""
+    (tmp_path / "test_models.py").write_text(tests)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "many", "--ampaudit-report", "r"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert len(list((tmp_path / "r").glob("*.json"))) == 3
+
+
 def test_loading_the_plugin_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n"

@@ -231,6 +231,20 @@ def test_names_that_do_not_match_are_told_briefly(model_file: Write, tmp_path: P
         assert caught.value.args[0].isprintable()
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_the_prefix_of_a_wrapper_is_named(model_file: Write, tmp_path: Path, prefix: str) -> None:
+    state = {f"{prefix}inner.weight": torch.ones(4, 8), f"{prefix}inner.bias": torch.ones(4)}
+    hints = []
+    for name, tensors in (("w.safetensors", state), ("v.safetensors", {**state, "other": torch.ones(1)})):
+        save_file(tensors, tmp_path / name)
+        with pytest.raises(WeightsError, match="does not match the model") as caught:
+            open_source(str(model_file(MODEL + INPUTS)), SourceConfig(weights=tmp_path / name))
+        hints.append(caught.value.hint)
+    assert hints == [
+        f"remove the prefix '{prefix}' from the checkpoint's names", "pass a checkpoint of this model"
+    ]  # fmt: skip
+
+
 class Hostile:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
