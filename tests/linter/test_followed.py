@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -368,3 +370,105 @@ def test_an_assignment_by_a_tensor_casts_nothing(index: str, code: set[str]) -> 
             canvas[indices[index]] = value
     else:
         canvas[indices.get(index, 0)] = value[0]
+
+
+ENGINE = """import deepspeed
+import torch
+import torchvision
+from torch.utils.data import DataLoader
+from torchvision import transforms
+
+model = torchvision.models.resnet18()
+images = torchvision.datasets.CIFAR10("data", transform=transforms.ToTensor())
+loader = DataLoader(images, batch_size=8{loader})
+engine, *_ = deepspeed.initialize(model=model, config={{"{form}": {{"enabled": {enabled}{more}}}}})
+for x, y in loader:
+    logits = engine(x.to({to}))
+    engine.backward(torch.nn.functional.cross_entropy(logits.float(), y))
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, {"AMP874"}),
+        ({"form": "bf16"}, {"AMP874"}),
+        ({"enabled": "False"}, set()),
+        ({"more": ", 'auto_cast': True"}, set()),
+        ({"to": "engine.device, torch.half"}, set()),
+        ({"to": "engine.device, dtype=dtype"}, set()),
+        ({"loader": ", collate_fn=collate"}, set()),
+    ],
+)
+def test_an_engine_in_16_bits_takes_no_float32_images(changes: dict[str, str], code: set[str]) -> None:
+    usual = {"form": "fp16", "enabled": "True", "more": "", "to": "engine.device", "loader": ""}
+    assert set(found(ENGINE.format(**usual | changes))) == code
+    with pytest.raises(RuntimeError, match=r"type|dtype"):
+        torch.nn.Conv2d(3, 1, 3).bfloat16()(torch.ones(1, 3, 8, 8))
+
+
+FUNCTION = """import torch
+from torch.amp import custom_bwd, custom_fwd
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward({first}x):
+        return x * 2
+{setup}
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        return gradient * 2
+
+x = torch.ones(3, requires_grad=True)
+with torch.autocast("cpu"):
+    y = Double.apply(x)
+y.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "setup", "code"),
+    [
+        ("ctx, ", "", set()),
+        ("", "    @staticmethod\n    def setup_context(ctx, inputs, output):\n        pass\n", {"AMP850"}),
+    ],
+)
+def test_custom_fwd_needs_the_context(first: str, setup: str, code: set[str]) -> None:
+    text = FUNCTION.format(first=first, setup=setup)
+    assert set(found(text)) == code
+    with pytest.raises(AttributeError) if code else nullcontext():
+        exec(compile(text, "function.py", "exec"), {})
+
+
+PPO = """import torch
+import torch.nn.functional as F
+
+def step(model, ids, old, optimizer):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(ids).logits
+{indent}log_probs = F.log_softmax(logits{cast}, dim=-1)
+    (log_probs - old).exp().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("indent", "cast", "code"),
+    [("    ", "", {"AMP868"}), ("    ", ".float()", set()), ("        ", "", set())],
+)
+def test_log_probabilities_of_logits_outside_autocast(indent: str, cast: str, code: set[str]) -> None:
+    """CUDA's autocast lists log_softmax among what it computes in float32."""
+    assert set(found(PPO.format(indent=indent, cast=cast))) == code
+    layer, x = torch.nn.Linear(4, 9), torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = layer(x)
+    assert torch.log_softmax(logits, -1).dtype == torch.bfloat16
+
+
+def test_a_mask_leaves_the_dtype_of_what_it_is_multiplied_by() -> None:
+    masked = WRITTEN.replace("layer(x)", "layer(x) * (torch.arange(9) < 3)").format(index="[rows > 0]")
+    assert set(found(masked)) == {"AMP874"}
+    assert (torch.ones(2, dtype=torch.bfloat16) * (torch.arange(2) < 1)).dtype == torch.bfloat16

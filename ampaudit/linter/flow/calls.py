@@ -90,7 +90,9 @@ from ampaudit.linter.flow.values import (
 __all__ = ["evaluate_call"]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
-_PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
+_PASS_THROUGH: Final = frozenset(
+    {*(f"builtins.{name}" for name in ("list", "tuple", "iter", "reversed")), "tqdm.tqdm", "tqdm.auto.tqdm"}
+)
 Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
 
 
@@ -117,6 +119,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return objects.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):
         return objects.make_model(interpreter, node, path, arguments)
+    if path.startswith("torchvision.datasets.") and _yields_tensors(interpreter):
+        return KnownItems((KnownItems((Tensor(dtype="float32", node=node), UNKNOWN)),), repeated=True)
     copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
     if isinstance(copied, Model):
         return replace(copied, key=key_of(node), node=node)
@@ -127,6 +131,12 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path.startswith("builtins."):
         return _call_builtin(interpreter, node, name, arguments)
     return unknown_call(interpreter, node, path, arguments)
+
+
+def _yields_tensors(interpreter: Interpreter) -> bool:
+    """Return whether images become tensors, which ToTensor makes float32, and keep that dtype."""
+    mentions = interpreter.linked.mentions
+    return mentions("totensor") and not mentions("convertimagedtype", "todtype")
 
 
 def _call_torch(
@@ -250,6 +260,13 @@ def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Va
     return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
 
 
+def _loader(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    dataset = arguments.get(0, "dataset")
+    if isinstance(dataset, KnownItems) and "collate_fn" not in arguments.keywords:
+        return dataset
+    return unknown_call(interpreter, node, "torch.utils.data.DataLoader", arguments)
+
+
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     positional = arguments.positional
     has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
@@ -268,6 +285,7 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "contextlib.nullcontext": _context("null"),
     "torch.autograd.grad": gradients.autograd_grad,
     "torch.save": _save,
+    "torch.utils.data.DataLoader": _loader,
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
     "functools.partial": _partial,
@@ -437,7 +455,12 @@ def call_loss_function(
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None
     return Tensor(
-        computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
+        weights_dtype=next((value.weights_dtype for value in tensor_arguments), ""),
+        computed_under=computed_under,
+        model_calls=roots,
+        loss=loss.name,
+        divided=divided,
+        node=node,
     )
 
 
@@ -556,7 +579,8 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
         return call_loss_function(interpreter, node, function, arguments)
     if isinstance(function, Managed):
         tensors.call_op(interpreter, node, "torch.nn.Module", arguments.all())
-        return Tensor(model_calls=None, node=node)
+        objects.check_input(interpreter, node, "Model", arguments, function.weights_dtype)
+        return Tensor(weights_dtype=function.weights_dtype, model_calls=None, node=node)
     if isinstance(function, Instance):
         method = function.info.method("__call__") or function.info.method("forward")
         return UNKNOWN if method is None else _call(interpreter, node, BoundMethod(function, method))

@@ -317,6 +317,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
         is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype, as it does a loss
         dtype = base.weights_dtype if node.attr != "loss" else ""
+        if node.attr == "logits":  # of a layer that autocast computes in 16 bits
+            dtype = dtype or base.computed_under
         field = Tensor(model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=dtype)
         return field if is_tensor else UNKNOWN
     if isinstance(base, Managed):
@@ -392,7 +394,8 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record(ScaleCompared, node)
-    return UNKNOWN
+    is_mask = any(isinstance(value, Tensor) and value.node is not None for value in (left, *others))
+    return Tensor(dtype="integer", node=node) if is_mask else UNKNOWN
 
 
 def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:

@@ -19,7 +19,17 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
-from ampaudit.linter.flow.values import Arguments, KnownItems, LiteralValue, Managed, Model, Optimizer, Value
+from ampaudit.linter.flow.values import (
+    Arguments,
+    DictLiteral,
+    KnownItems,
+    LiteralValue,
+    Managed,
+    Model,
+    Optimizer,
+    Value,
+    literal_of,
+)
 
 __all__ = ["LIGHTNING", "MANAGED", "lightning_trainers", "make_managed", "make_trainer", "managed_method"]
 
@@ -42,10 +52,22 @@ def make_managed(
     # DeepSpeed has the number in its configuration, 1 if it is not given
     divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
-    managed = Managed(framework, certainty, divides)
+    managed = Managed(framework, certainty, divides, _dtype_of_engine(arguments))
     if not file_number(node):
         interpreter.managers.add(managed)
-    return KnownItems((managed,) * 4) if framework.name == "DeepSpeed" else managed
+    if framework.name != "DeepSpeed":
+        return managed
+    return KnownItems((managed, managed, arguments.keywords.get("training_data", managed), managed))
+
+
+def _dtype_of_engine(arguments: Arguments) -> str:
+    """Return the 16-bit dtype that a literal configuration of DeepSpeed names; empty if it has none."""
+    config = arguments.keywords.get("config")
+    for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
+        section = config.item(name) if isinstance(config, DictLiteral) else None
+        if isinstance(section, DictLiteral) and literal_of(section.item("enabled")) is True:
+            return dtype if literal_of(section.item("auto_cast")) is not True else ""
+    return ""
 
 
 def managed_method(

@@ -226,7 +226,14 @@ def call_model(
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
     if model.instance is None:
         call_op(interpreter, node, "torch.nn.Module", arguments.all())
-    _check_input(interpreter, node, model, arguments)
+    has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
+    weights = _weights_dtype(interpreter, model)
+    if model.layers and model.layers[0] in MATRIX_LAYERS:
+        is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
+        known = weights if is_cast or has_dtype else "float32"
+        check_input(interpreter, node, model.layers[0], arguments, known)
+    elif model.origin.startswith(_NETWORKS):
+        check_input(interpreter, node, "Model", arguments, weights)
     place = interpreter.point
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
@@ -271,18 +278,23 @@ def guessed_model(
 
 
 # packages whose networks end in a matrix product or a convolution
-_NETWORKS: Final = ("segmentation_models_pytorch.", "timm.create_model", "monai.networks.nets.")
+_NETWORKS: Final = (
+    "segmentation_models_pytorch.",
+    "timm.create_model",
+    "torchvision.models.",
+    "monai.networks.nets.",
+)
 
 
-def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> None:
-    """Check that a layer whose weights are float32 is not given what autocast has cast, outside of it."""
-    has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
-    is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS and not has_dtype
-    is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
+def check_input(
+    interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, weights_dtype: str
+) -> None:
+    """Let the rules compare the dtype of weights with that of an input, where autocast casts neither."""
     first = arguments.first
-    by_autocast = isinstance(first, Tensor) and first.computed_under != ""
-    if interpreter.point.autocast.enabled is False and is_plain and not is_cast and by_autocast:
-        call_op(interpreter, node, f"torch.nn.{model.layers[0]}", [first, Tensor(dtype="float32")])
+    # in a method, a layer may be float32 only until its model is cast
+    is_certain = isinstance(first, Tensor) and (first.computed_under != "" or weights_dtype != "float32")
+    if interpreter.point.autocast.enabled is False and weights_dtype and is_certain:
+        call_op(interpreter, node, f"torch.nn.{name}", [first, Tensor(dtype=weights_dtype)])
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:

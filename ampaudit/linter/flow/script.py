@@ -35,7 +35,7 @@ __all__ = ["Script", "ScriptTooLong", "is_worth_reading", "matching_lines", "par
 MATTERS: Final = re2.compile(
     r"(?:autocast|[Ss]caler|\bscale|unscale_|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|precision|torch\.save|log_softmax|logsumexp|parameters\(|\.mul_\(|lerp_|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
-    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b).*"
+    r"|Function|ToTensor|DataLoader\(|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b).*"
 )
 # and those that matter for a loop in another file
 MATTERS_TO_IMPORTERS: Final = re2.compile(

@@ -25,6 +25,7 @@ from ampaudit.linter.flow.values import (
     UNSCALED_TENSOR,
     Arguments,
     Autocast,
+    DtypeChoice,
     ImportedName,
     LiteralValue,
     LossGradients,
@@ -207,10 +208,12 @@ _WEIGHTS: Final = frozenset(
 
 
 def _dtype_of_pair(left: Value, right: Value) -> str:
-    """Return the dtype of a result; a number leaves the dtype, float32 wins, else both have it."""
+    """Return the dtype of a result; numbers and integers leave the dtype, float32 wins, else both have it."""
     dtypes = {
         v.dtype if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)
     }
+    if len(dtypes) > 1:
+        dtypes.discard("integer")
     if "float32" in dtypes:
         return "float32"
     return dtypes.pop() if len(dtypes) == 1 else ""
@@ -239,6 +242,8 @@ def tensor_method(
     if name in ("detach", "detach_"):
         return base._replace(model_calls=frozenset(), is_detached=True, node=node)
     dtype = requested_dtype(name, arguments)
+    if name in ("to", "type") and not dtype and _may_cast(arguments):
+        base = base._replace(dtype="")
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
     if dtype:
@@ -286,6 +291,17 @@ def requested_dtype(name: str, arguments: Arguments) -> str:
         return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
     return names.get(name, "")
+
+
+def _may_cast(arguments: Arguments) -> bool:
+    """Return whether a call of ``to`` has an argument that may be a dtype or a tensor, and no device."""
+    first = arguments.node.args[:1]
+    return (
+        "dtype" in arguments.keywords
+        or len(arguments.positional) > 1
+        or isinstance(arguments.first, Tensor | DtypeChoice)
+        or any("dtype" in name for argument in first for name in names_in(argument))
+    )
 
 
 def _are_positions(*operands: ast.AST) -> bool:

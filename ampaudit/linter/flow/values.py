@@ -315,7 +315,7 @@ class Tensor(NamedTuple):
 
     Attributes:
         scaler_key: Key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
-        dtype: Dtype, if it is certain; else empty.
+        dtype: Dtype, if it is certain, ``integer`` for all that no float is promoted by; else empty.
         weights_dtype: 16-bit dtype of the weights of the model that returned it, else empty.
         computed_under: 16-bit dtype of autocast when it was computed, else empty.
         upcast: Call that has cast it to float32, if no op followed.
@@ -344,7 +344,7 @@ class Tensor(NamedTuple):
     @property
     def cast(self) -> str:
         """The 16-bit dtype that it certainly has, else empty."""
-        return "" if self.dtype in ("float32", "float64") else self.dtype
+        return "" if self.dtype in ("float32", "float64", "integer") else self.dtype
 
 
 UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler
@@ -398,11 +398,13 @@ class Managed:
         framework: Framework, if it is known which.
         scales: Certainty that it scales the loss.
         divides: Whether its backward divides the loss by the number of accumulated batches.
+        weights_dtype: 16-bit dtype of the weights, if its configuration names it, and casts no inputs.
     """
 
     framework: Framework | None = None
     scales: Certainty = Certainty.UNKNOWN
     divides: bool = False
+    weights_dtype: str = ""
 
 
 Value: TypeAlias = (

@@ -143,7 +143,8 @@ _BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigm
 
 @rule("AMP868", OpEvaluated, of_dtypes=True)
 def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    dtype = event.tensors[0].weights_dtype if event.tensors else ""
+    first = event.tensors[0] if event.tensors else Tensor()
+    dtype = first.weights_dtype or first.cast
     if event.name not in ("log_softmax", "logsumexp") or not dtype:
         return
     is_off = event.autocast.enabled is False or not flow.linked.mentions("autocast")
@@ -151,8 +152,8 @@ def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistak
         bits = 8 if dtype == "bfloat16" else 11
         yield Mistake(
             event.node,
-            f"the model computes in {dtype}, and so does this outside autocast: log-probabilities have {bits}"
-            " significant bits, too few for a ratio or a difference of them",
+            f"the model returned {dtype}, in which this is computed outside autocast: log-probabilities have"
+            f" {bits} significant bits, too few for a ratio or a difference of them",
             "write logits.float() first",
             certainty=Certainty.LIKELY,
         )
@@ -203,16 +204,19 @@ def _two_dtypes(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     dtypes = [value.dtype for value in event.tensors if value.dtype]
     casts = [dtype for dtype in dtypes if dtype in ("float16", "bfloat16")]
     if what is not None and casts and "float32" in dtypes:
+        is_model = event.name == "Model"
+        which = ("the weights are", "the input") if is_model else ("one is", "the other")
         yield Mistake(
             event.node,
-            f"{what} takes tensors of one dtype and raises, as one is {casts[0]} by autocast and the other "
-            "float32",
+            f"{what} takes tensors of one dtype and raises, as {which[0]} {casts[0]} and {which[1]} float32",
             "cast one to the dtype of the other, as in x.to(y.dtype)",
+            certainty=Certainty.LIKELY if is_model else Certainty.KNOWN,
         )
 
 
 _SAME_DTYPE: Final = {
     **{name: f"{name}()" for name in WRITES_SAME_DTYPE},
     **dict.fromkeys(MATRIX_LAYERS, "this layer"),
+    "Model": "this model",
     "__setitem__": "an assignment by index or mask",
 }

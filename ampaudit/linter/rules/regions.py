@@ -15,6 +15,7 @@ from ampaudit.linter.flow.events import (
     Event,
     LossInside,
     ModelCall,
+    ScalerMade,
     ScalerScale,
     ScriptFollowed,
     StepEvent,
@@ -199,8 +200,11 @@ def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> It
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
     name = dotted_name(dtype) if dtype is not None else ""
+    chosen = {e.scaler for e in of_type(followed.events, ScalerMade) if any(g.kind == "if" for g in e.guards)}
     for scaler in _scalers(flow, followed.events) if name else ():
-        is_always_on = isinstance(scaler.node, ast.Call) and not scaler.node.keywords
+        is_always_on = (
+            isinstance(scaler.node, ast.Call) and not scaler.node.keywords and scaler.key not in chosen
+        )
         if scaler.node is not None and is_always_on and name in flow.point.script.dtype_choices:
             yield Mistake(
                 scaler.node,
@@ -298,6 +302,13 @@ def _autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
             for name, method in methods.items()
             if not any(mentions(decorator, _DECORATORS[name]) for decorator in method.node.decorator_list)
         ]
+        if not missing and "setup_context" in info.methods:
+            yield Mistake(
+                methods["forward"].node.decorator_list[-1],
+                "custom_fwd keeps the state of autocast in forward's first argument, which is no ctx beside"
+                " setup_context: custom_bwd does not find it and raises",
+                "write forward(ctx, ...) and drop setup_context",
+            )
         always_raises = missing == ["custom_fwd"]
         in_other_dtypes = (
             missing
