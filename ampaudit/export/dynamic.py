@@ -29,7 +29,7 @@ from ampaudit.source.inputs import with_tensors
 from ampaudit.trace import Role, TraceConfig, TracedModel, trace
 from ampaudit.trace.capture import Dimensions
 from ampaudit.trace.converted import ConvertedModel, attach_weights
-from ampaudit.trace.entry import named_inputs, tensor_leaves
+from ampaudit.trace.entry import names_of_tensors, tensor_leaves
 
 __all__ = ["DynamicShapes", "compare_shapes", "retraced"]
 
@@ -56,11 +56,8 @@ class DynamicShapes:
             UsageError: There is no such input, or the dimensions do not fit it.
         """
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        names = names_of_inputs(model, batch.args, batch.kwargs) or [
-            name for name, leaf in named_inputs(batch.args, batch.kwargs) if isinstance(leaf, torch.Tensor)
-        ]
-        if len(names) != len(tensors):  # some are inside objects, such as packed sequences
-            names = [f"input[{number}]" for number in range(len(tensors))]
+        names = names_of_inputs(model, batch.args, batch.kwargs)
+        names = names or names_of_tensors(batch.args, batch.kwargs)
         axes: list[tuple[str | int, ...]] = [tuple(tensor.shape) for tensor in tensors]
         ranges: dict[str, tuple[int, int | None]] = {}
         for text in texts:

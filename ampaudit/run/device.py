@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -243,8 +243,8 @@ def storages_of(node: fx.Node) -> Iterator[tuple[torch.Tensor, int, int]]:
                 yield value, storage._cdata, size
 
 
-def refuse_broken_inputs(tensors: list[torch.Tensor], title: str) -> None:
-    """Raise for inputs that contain NaN or infinity."""
-    for index, tensor in enumerate(tensors):
+def refuse_broken_inputs(inputs: Mapping[str, torch.Tensor], title: str) -> None:
+    """Raise for inputs, by name, that contain NaN or infinity."""
+    for name, tensor in inputs.items():
         if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
-            raise InputError(f"input[{index}] of {title} holds NaN or infinity", hint="clean the input")
+            raise InputError(f"{name} of {title} holds NaN or infinity", hint="clean the input")

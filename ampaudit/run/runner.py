@@ -29,7 +29,7 @@ from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, Release, attach_weights
-from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.entry import names_of_tensors, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.flow import slices_taken
 from ampaudit.trace.functional import functionalized
@@ -106,7 +106,8 @@ class Runner:
         model = self.executors.model
         executor = self.executors.get(batch, number, low_batch, buffers)
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        refuse_broken_inputs(tensors, batch.title(number))
+        names = names_of_tensors(batch.args, batch.kwargs)
+        refuse_broken_inputs(dict(zip(names, tensors, strict=True)), batch.title(number))
         ops = {site.twin.op for site in executor.program.traced.sites if site.twin is not None}
         if ops:  # for each batch, so that the result is the same whichever batches this machine runs
             reasons = self._eager.check_twins(ops, model, batch, number)

@@ -37,7 +37,7 @@ from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace import entry
 from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, CustomCode
 from ampaudit.trace.caster import Caster, FactFinder, autocast_visible, mixed_recurrent_inputs
-from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, tensor_leaves
+from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, names_of_tensors, tensor_leaves
 from ampaudit.trace.failure import lines_of, output_captured, trace_failure
 from ampaudit.trace.fake_model import (
     constant_masters,
@@ -328,7 +328,7 @@ def capture(
         raise trace_failure(error, model, args, kwargs, config.rules.name) from error
     graph = flat_graph(program)
     changes = tuple(_lasting_changes(entry.outputs.changes, program, graph))
-    placeholders, tensors = _placeholders(program, graph, model, fake_model)
+    placeholders, tensors = _placeholders(program, graph, model, fake_model, names_of_tensors(args, kwargs))
     reads.lines += [] if convert is None else conversions_of(model)
     sites = build_sites(graph, placeholders)
     reads.lines += _aliasing_conversions(graph, sites)
@@ -412,22 +412,25 @@ def quiet() -> Iterator[None]:
 
 
 def _placeholders(
-    program: ExportedProgram, graph: fx.Graph, model: nn.Module, fake_model: nn.Module
+    program: ExportedProgram,
+    graph: fx.Graph,
+    model: nn.Module,
+    fake_model: nn.Module,
+    inputs: Sequence[str],
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
     real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
     masters = constant_masters(model, fake_model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}
-    count = 0
+    names = iter(inputs)
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
         slot = _SLOTS[spec.kind]
         if slot is Slot.CONSTANT and not node.users:
             graph.erase_node(node)  # remains of a composite op that was split (nn.LSTM), without values
             continue
-        name = layer_path(str(spec.target)) if spec.target else f"input[{count}]"
-        count += slot is Slot.INPUT
+        name = next(names) if slot is Slot.INPUT else layer_path(str(spec.target))
         if slot is not Slot.INPUT:
             constant = program.constants.get(str(spec.target))
             tensor = real[name] if name in real else masters.get(id(constant), constant)

@@ -30,6 +30,7 @@ __all__ = [
     "layer_of",
     "layer_path",
     "named_inputs",
+    "names_of_tensors",
     "placed",
     "restored",
     "tensor_leaves",
@@ -203,6 +204,14 @@ def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[st
             value, is_leaf=lambda item: isinstance(item, PackedSequence)
         )[0]
     ]
+
+
+def names_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Name each tensor of a batch, in the order of ``tensor_leaves``."""
+    names = [name for name, leaf in named_inputs(args, kwargs) if isinstance(leaf, torch.Tensor)]
+    count = len(tensor_leaves(args, kwargs))
+    # some may be inside objects, such as packed sequences
+    return names if len(names) == count else [f"input[{number}]" for number in range(count)]
 
 
 def layer_path(path: str) -> str:

@@ -78,7 +78,7 @@ class Placeholder:
 
     node: str  # the placeholder's node name
     slot: Slot
-    name: str  # the parameter's or buffer's path, the constant's name, or ``input[i]``
+    name: str  # the parameter's or buffer's path, the constant's name, or the input's name
     dtype: torch.dtype | None  # in the converted model (of weights: the stored one)
 
     @property

@@ -414,6 +414,20 @@ def test_assumptions_are_stated_per_input_or_for_all() -> None:
     assert (calibrated.low, calibrated.high, calibrated.source) == (0.0, 1.0, "batches")
 
 
+def test_inputs_are_named_as_they_are_passed() -> None:
+    class Sum(nn.Module):
+        def forward(
+            self, x: torch.Tensor, shift: torch.Tensor, more: dict[str, torch.Tensor]
+        ) -> torch.Tensor:
+            return x + shift + more["bias"]
+
+    args, kwargs = (torch.zeros(3),), {"more": {"bias": torch.zeros(3)}, "shift": torch.ones(3)}
+    made = trace(Sum(), args, kwargs, TraceConfig(load_policy("half"), load_policy("torch-cuda"), FLOAT16))
+    domain = assumptions(made, [tensor_leaves(args, kwargs)], ["shift=2:3", "more['bias']=4:5"])
+    ranges = {each.name: (each.low, each.high) for each in domain.values()}
+    assert ranges == {"input[0]": (0.0, 0.0), "shift": (2.0, 3.0), "more['bias']": (4.0, 5.0)}
+
+
 def test_a_large_known_tensor_keeps_the_ends_of_its_rows() -> None:
     tensor = torch.randn(300, 400)
     interval = from_tensor(tensor)

@@ -67,11 +67,11 @@ def test_only_a_weight_that_every_use_casts_is_stored_in_16_bits() -> None:
     assert {p.name: p.dtype for p in deployed.placeholders} == {
         "both": torch.float32,
         "product": torch.float16,
-        "input[0]": torch.float32,
+        "x": torch.float32,
     }
     names = {p.node: p.name for p in deployed.placeholders}
     casts = [node for node in deployed.graph.nodes if node.op == "call_function" and converts(node.target)]
-    assert sorted(names[node.args[0].name] for node in casts) == ["both", "input[0]"]
+    assert sorted(names[node.args[0].name] for node in casts) == ["both", "x"]
 
 
 class Counted(nn.Module):
