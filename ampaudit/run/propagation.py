@@ -62,6 +62,7 @@ class FaultPropagation:
         stored = {
             p.node: p.name for p in program.traced.placeholders if p.slot in (Slot.BUFFER, Slot.CONSTANT)
         }
+        self._inputs = {p.node: p for p in program.traced.placeholders if p.slot is Slot.INPUT}
         self._buffers = {node: stored[node.name] for node in program.inputs if node.name in stored}
         for row in measured:
             signal, error = self._energies.get(row.site, (0.0, 0.0))
@@ -141,7 +142,24 @@ class FaultPropagation:
         # without error a site is exact, without signal nothing of it is left
         sqnr = [signal_to_noise_db(*pair) if pair[0] else 0.0 for pair in energies if pair[1]]
         worst = min((db for db in sqnr if db is not None), default=None)
-        return Origin(site, batch, poisons, fate, hiding, worst, buffer)
+        return Origin(site, batch, poisons, fate, hiding, worst, buffer, self._input(start))
+
+    def _input(self, node: fx.Node) -> tuple[str, float] | None:
+        """Return the name and peak of an input that a step reads and that is infinite only in 16 bits."""
+        for source in map(self._viewed, node.all_input_nodes):
+            place = self._inputs.get(source.name)
+            if place is None or place.dtype not in LOW_PRECISION_DTYPES:
+                continue
+            tensor = self._placeholder(source)
+            if bool((tensor.to(place.dtype).isinf() & tensor.isfinite()).any()):
+                return place.name, finite_peak(tensor)
+        return None
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        """Return the value that a node is a view of, or the node itself."""
+        while (step := self._steps.get(node)) is not None and not step.makes_values and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return node
 
     def _sites(self, values: Set[Value]) -> tuple[SiteId, ...]:
         """Return the sites that compute some values, in graph order."""
@@ -230,10 +248,8 @@ class FaultPropagation:
 
     def _is_low(self, node: fx.Node) -> bool:
         """Return whether a value reaches the outer half of the format's range."""
+        node = self._viewed(node)
         step = self._steps.get(node)
-        while step is not None and not step.makes_values and step.node.all_input_nodes:
-            node = step.node.all_input_nodes[0]
-            step = self._steps.get(node)
         if step is None or step.site is None:
             return node.op == "placeholder" and finite_peak(self._placeholder(node)) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2

@@ -437,6 +437,7 @@ class Origin:
         hidden_at: Sites that read its inf or NaN and return finite values, in graph order.
         hidden_sqnr_db: The worst accuracy at those sites; ``None`` if exact.
         buffer: Name of the buffer that it leaves inf or NaN, if any.
+        input: Name and FP32 peak of an input of the model that it reads and the format cannot hold, if any.
     """
 
     site: SiteId
@@ -446,6 +447,7 @@ class Origin:
     hidden_at: tuple[SiteId, ...] = ()
     hidden_sqnr_db: float | None = None
     buffer: str | None = None
+    input: tuple[str, float] | None = None
 
     @property
     def harms(self) -> bool:

@@ -73,6 +73,30 @@ def test_an_overflow_that_reaches_the_output_says_so() -> None:
     assert (found.fate, found.hidden_at) == ("reaches the output", ())
 
 
+class Quotient(nn.Module):
+    def forward(self, image: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return image.flatten(1) / scale
+
+
+@pytest.mark.parametrize(
+    ("image", "scale", "code", "why"),
+    [
+        (1e6, 1e3, "AMP101", "image reaches 1,000,000"),
+        (1e6, 1e6, "AMP101", "image reaches 1,000,000"),
+        (1e-9, 1e-9, "AMP201", "flushed to 0"),
+    ],
+)
+def test_an_input_beyond_the_format_is_the_cause(image: float, scale: float, code: str, why: str) -> None:
+    inputs = {"image": torch.full((2, 3), image), "scale": torch.full((3,), scale)}
+    assert Quotient()(**inputs).isfinite().all()
+    half = {name: value.half() for name, value in inputs.items()}
+    assert half["image"].isinf().all() == (code == "AMP101")
+    assert not Quotient().half()(**half).isfinite().any()
+    (found,) = graver(scan(Quotient(), inputs, policy="half"))
+    assert (found.code, found.site) == (code, "(top)/div")
+    assert why in found.cause
+
+
 class Chain(nn.Module):
     """Two hundred harmless ops, one of which may lose its precision."""
 

@@ -76,6 +76,16 @@ def buffers(context: CheckContext, site: Site) -> str | None:
     return None if buffer is None else f"buffer {buffer!r} keeps the value after the call"
 
 
+@cause("AMP101", "scale the input down before the model reads it, or use bfloat16")
+def inputs(context: CheckContext, site: Site) -> str | None:
+    """Explain an op that reads an input of the model which the format cannot hold."""
+    beyond = context.origins[site.id].input
+    if beyond is None:
+        return None
+    name, peak = beyond
+    return f"{name} reaches {format_number(peak)}, which is infinite in {context.number_format.name}"
+
+
 @cause(
     "AMP301",
     "for a mask or a limit, write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with; "
@@ -322,6 +332,7 @@ def _advice(context: CheckContext, site: Site) -> str:
 OVERFLOW_CAUSES: tuple[Cause, ...] = (
     buffers,
     masked_row,
+    inputs,
     positions,
     constant,
     attention,
@@ -334,6 +345,7 @@ OVERFLOW_CAUSES: tuple[Cause, ...] = (
 DOMAIN_CAUSES: tuple[Cause, ...] = (
     buffers,
     masked_row,
+    inputs,
     log_sigmoid,
     log_softmax,
     epsilon,
