@@ -36,7 +36,7 @@ class PlanView(View[PlanReport]):
         blocks: list[Block] = [_site_table(visible, verbose)]
         if len(visible) < len(sites):
             hidden = len(sites) - len(visible)
-            blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
+            blocks.append(line(f"and {plural(hidden, 'site')} without arithmetic; -v shows all", style="dim"))
         yield Section(tuple(blocks))
         counts = Counter(site.rule for site in sites)
         used = [use for use in plan.rules if counts[use.rule]]
@@ -116,7 +116,10 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
     sizes = f"{format_bytes(weights.before)} before, {format_bytes(weights.after)} after conversion"
     masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
     return [
-        ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
+        (
+            "Precision",
+            f"{plural(plan.lower, 'computing site')} in {plan.dtype}, {plan.float32} in float32{other}",
+        ),
         ("Casts", f"{casts}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
         *((("Memory", _memory(plan.memory)),) if plan.memory is not None else ()),
