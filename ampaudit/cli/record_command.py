@@ -123,7 +123,11 @@ def _check_found(watcher: Watcher) -> None:
             called = [
                 f"{kind} ({plural(count, 'call')})" for kind, count in watcher.called.most_common(_SHOWN)
             ]
-            hint = f"the script calls {', '.join(called)}" if called else "the script calls no module"
+            hint = (
+                f"the script calls {', '.join(called)}"
+                if called
+                else "the script calls no module; name one that runs the model"
+            )
             if recording.module is None:
                 what, hint = "no such module was called", did_you_mean(name, watcher.called) + hint
             else:

@@ -297,7 +297,9 @@ def _parse(data: bytes, name: str) -> Any:
     try:
         return parse_json(data, finite=False)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: not a whole part of an audit: {first_line(error)}", hint=_HOW) from None
+        raise InputError(
+            f"{name}: not a part of an audit, or cut off: {first_line(error)}", hint=_HOW
+        ) from None
 
 
 def _validate(schema: TypeAdapter[T], value: Any, name: str) -> T:

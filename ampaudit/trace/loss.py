@@ -101,7 +101,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         what = "loss(output) returned"
     else:
         loss = _own_loss(output)
-        what = "there is no loss(output), and the model's output is not a loss but"
+        what = "there is no loss(output), and the model returns"
     hint = "return one floating-point number, such as F.cross_entropy(output, batch['labels'])"
     if function is None:
         hint = "add to the model file: def loss(output): return ...  # or loss(output, batch); one number"
