@@ -166,7 +166,10 @@ class PlanConfig(PolicyConfig):
     twins: TwinFile = None
     memory: Annotated[
         str,
-        Option("Memory limit: run all batches through one segment of the model at a time.", metavar="SIZE"),
+        Option(
+            "Memory limit, for which the model is cut into segments that run one after another.",
+            metavar="SIZE",
+        ),
     ] = ""
 
     def check(self) -> None:
@@ -196,7 +199,7 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
     ] = 0
     stress_dir: Annotated[FilePath, python_only("Directory for the inputs found by --stress.")] = Path()
     steps: Annotated[
-        int | None, Ge(1), Option("Run N steps, each on the outputs of the last one.", metavar="N")
+        int | None, Ge(1), Option("Run N steps, each on the outputs of the previous one.", metavar="N")
     ] = None
     next_inputs: Annotated[
         Any, python_only("Function next_inputs(outputs, inputs), or a scheduler; for steps.")

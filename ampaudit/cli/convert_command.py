@@ -68,7 +68,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       manifest.json          SHA-256 of every file
 
     \b
-    An .onnx file is converted in place, by default under the policy strongly-typed; DIR then holds
+    An .onnx file is converted as a graph, by default under the policy strongly-typed; DIR then holds
       model.onnx             the converted graph (and model.onnx.data, above a gigabyte)
       plan.yaml, report.json, manifest.json
     """  # noqa: D301  (click wants the character, not its escape)

@@ -44,7 +44,7 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
 
     \b
     The model file has get_model() and batches(), and
-      loss(output) or loss(output, batch)   unless the output is the loss
+      loss(output) or loss(output, batch)   unless the output is or has the loss
       model_inputs(batch)                   where the model takes only a part of a batch
       optimizer(params)                     else AdamW with a learning rate of 1e-3
       metric(output, batch)                 optional: larger is better
