@@ -104,7 +104,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         what = "there is no loss(output), and the model returns"
     hint = "return one floating-point number, such as F.cross_entropy(output, batch['labels'])"
     if function is None:
-        hint = "add to the model file: def loss(output): return ...  # or loss(output, batch); one number"
+        hint = "define loss(output) or loss(output, batch), which returns one number, or pass loss="
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"{what} {type(loss).__name__}", hint=hint)
     if loss.numel() != 1 or not loss.is_floating_point():

@@ -89,7 +89,10 @@ def _bound(report: TuningReport) -> Iterator[str]:
     if not report.reached or not count:
         return
     tried = [op for op in report.kept if op.why != "range"]
-    if report.minimal and tried:
+    if not tried:
+        yield "these ops stay for range, not accuracy"
+        return
+    if report.minimal:
         yield f"without any one {'of them' if len(tried) == count else 'that accuracy needs'} it falls short"
     if least >= count:
         yield "fewer do not suffice, by the error model"

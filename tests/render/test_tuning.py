@@ -44,6 +44,10 @@ LOW = "everything in 16 bits has 44.0 dB"
             f"{LOW}; without any one that accuracy needs it falls short; at least 5 must stay,",
         ),
         ({"minimal": True, "kept": WHOLE.kept[:2]}, f"{LOW}; without any one of them it falls short; fewer"),
+        (
+            {"lower_bound": 1, "kept": tuple(replace(op, why="range") for op in WHOLE.kept[:1])},
+            f"{LOW}; these ops stay for range, not accuracy",
+        ),
         ({"weights": ()}, "float16 with 6 of 183 ops in float32 has 52.1 dB (50 required)"),
         ({"kept": ()}, "float16 with no op in float32 and 3 weights stored in float32 has 52.1 dB"),
         ({"kept": (), "weights": ()}, "float16 with no op in float32 has 52.1 dB (50 required)"),
