@@ -144,7 +144,9 @@ def convert(
 
 
 def _refuse(source: ModelSource, config: ConvertConfig) -> None:
-    """Reject models that are converted already, and weights on disk for ONNX."""
+    """Reject models that are converted already, and options that do not apply to a model."""
+    if config.io != "float32" and source.kind != "onnx":
+        raise UsageError(f"--io {config.io} is for .onnx files", hint="leave out --io")
     if config.onnx and source.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if source.kind == "converted":

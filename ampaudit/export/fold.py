@@ -161,6 +161,6 @@ def planned_dtypes(model: nn.Module, folded: FoldedGraph) -> dict[str, tuple[str
         original = originals[place.name]
         dtype = place.dtype or original.dtype
         rounded = dtype != original.dtype
-        why = "every use takes it in 16 bits" if rounded else "the policy uses it in float32"
+        why = "used only in 16 bits" if rounded else "used in float32 under the policy"
         stored[id(original)] = (type_name(dtype, place.name), why)
     return {name: stored[id(tensor)] for name, tensor in originals.items() if id(tensor) in stored}

@@ -40,10 +40,11 @@ def convert_weights(
         AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
     options.check_output(output)
-    if options.mode == "train" or options.onnx or options.dynamic or options.rescale:
+    needs_graph = options.onnx or options.dynamic or options.rescale or options.tune is not None
+    if needs_graph or options.mode == "train" or options.io != "float32":
         raise UsageError(
             f"{path} has weights, but no graph",
-            hint="convert the model for --mode train, --onnx, --dynamic or --rescale",
+            hint="convert the model for --mode train, --onnx, --dynamic, --rescale, --tune or --io",
         )
     read_files = states_of([path])
     checkpoint = open_checkpoint(path)

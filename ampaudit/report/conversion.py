@@ -76,7 +76,7 @@ class ProgramShapes:
     @property
     def _comparison(self) -> str:
         tried = [", ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in self.verified]
-        return f"the same bits as the model at {' and at '.join(tried)}" if tried else "not compared"
+        return f"the same bits as the model at {'; at '.join(tried)}" if tried else "not compared"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

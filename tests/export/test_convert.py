@@ -15,7 +15,7 @@ from torch import nn
 
 from ampaudit.audit.scan import scan
 from ampaudit.checkpoint import MANIFEST
-from ampaudit.core.errors import SourceError, WeightsError
+from ampaudit.core.errors import SourceError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
@@ -130,6 +130,12 @@ def test_weights_that_do_not_match_the_model(tmp_path: Path) -> None:
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
     with pytest.raises(WeightsError, match="does not match the model"):
         open_source(str(tmp_path / "m.py"), SourceConfig(weights=tmp_path / "w.safetensors"))
+
+
+def test_the_type_of_the_floats_of_a_graph_is_for_onnx_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--io float16 is for \.onnx files"):
+        convert(nn.Linear(3, 3).eval(), torch.zeros(2, 3), tmp_path / "out", io="float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_converted_directory_is_not_converted_again(tmp_path: Path) -> None:

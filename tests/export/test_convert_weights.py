@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -90,7 +91,8 @@ def test_a_policy_that_asks_for_modules_needs_the_model(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
     with pytest.raises(UsageError, match="by the class of their module"):
         convert_weights(path, tmp_path / "out", ConvertConfig(policy="keep-fp32-modules"))
-    for options in (ConvertConfig(mode="train"), ConvertConfig(onnx=True)):
+    unused: list[dict[str, Any]] = [{"mode": "train"}, {"onnx": True}, {"tune": 50.0}, {"io": "float16"}]
+    for options in (ConvertConfig(**fields) for fields in unused):
         with pytest.raises(UsageError, match="no graph"):
             convert_weights(path, tmp_path / "out", options)
 
