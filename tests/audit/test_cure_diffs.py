@@ -159,8 +159,11 @@ SCALE = [
     ("y = (q @ k.mT + mask) / 8", None),
     ("y = q @ k.mT", None),
     ("y = q @ k.mT\n    y = y / 8  # 2", None),  # a comment on the line would be lost
-    ("y = q @ k.mT  # 1\n    z = torch.softmax(y / 8, -1)  # 2",
-     "y = (q / 8) @ k.mT  # 1\n    z = torch.softmax(y, -1)  # 2"),
+    ("qy = q @ k.mT  # 1\n    y = torch.softmax(qy / 8, -1)  # 2",
+     "qy = (q / 8) @ k.mT  # 1\n    y = torch.softmax(qy, -1)  # 2"),
+    ("y = q @ k.mT\n    z = torch.softmax(y / 8, -1)  # 2", None),  # y is returned
+    ("qy = q @ k.mT\n    if x:\n        return qy\n    y = torch.softmax(qy / 8, -1)  # 2", None),
+    ("y = q @ k.mT\n    y = y / 8 if x else y  # 2", None),
     ("y = q @ k.mT\n    d = q.shape[-1]\n    z = y / d  # 2", None),
     ("y = q @ k.mT\n    y = y + mask\n    z = y / 8  # 2", None),
     ("y = q @ k.mT\n    z = y / y.size(-1)  # 2", None),
@@ -187,6 +190,26 @@ def test_a_line_that_only_scales_goes(second: str, tmp_path: Path) -> None:
     assert patched(text, diff) == (
         f"{IMPORTS}def forward(q, k):\n    y = (q {number}) @ k.mT  # scores\n    return y\n"
     )
+
+
+@pytest.mark.parametrize(("between", "found"), [("q = k", True), ("assert y", False)])
+def test_a_line_that_only_scales_stays_if_code_before_reads_the_scores(
+    between: str, found: bool, tmp_path: Path
+) -> None:
+    text = f"{IMPORTS}def forward(q, k):\n    y = q @ k.mT\n    {between}\n    y /= 8\n    return y\n"
+    second = SourceLine(str(tmp_path / "m.py"), 10, "y /= 8")
+    diff = difference(tmp_path / "m.py", text, lambda at: LineChange("scale", at, second), "y = q")
+    assert bool(diff) is found
+
+
+def test_a_line_of_another_file_is_not_looked_up_in_this_one(tmp_path: Path) -> None:
+    text = f"{IMPORTS}def f(q, k):\n    return q @ k.mT / 8 if q else q @ k.mT\n"
+    other = SourceLine(str(tmp_path / "n.py"), 8, "y = f(q, k) / 8")
+    for second, found in ((None, True), (other, False)):
+        diff = difference(
+            tmp_path / "m.py", text, lambda at, s=second: LineChange("scale", at, s or at), "q @"
+        )
+        assert bool(diff) is found
 
 
 NUMBERS = [

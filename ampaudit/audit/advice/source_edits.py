@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def replacements(text: str, change: LineChange) -> list[Fix]:
         SyntaxError, ValueError, RecursionError: The text cannot be parsed.
     """
     file = SourceFile(text)
+    if change.second is not None and change.second.file != change.line.file:
+        change = replace(change, second=None)
     if change.pattern == "scale":
         return scale_operand(file, change)
     statement = file.statement(change.line.line)
@@ -285,11 +288,20 @@ def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[F
     later = bound_by(between[1:])
     if not _is_pure(number) or names & (later | {target.id}) or target.id in later:
         return []
+    # code that did not run may read the name, too; if the scaling binds it again, only before
+    scope = between[1:] if whole is None else [file.function(first) or file.tree]
+    if len(_reads(scope, target.id)) > (whole is not None):
+        return []
     scaled = replacement(file, product, _code(file, product, number, operator))
     if whole is not None:
         return [scaled, replacement(file, whole, target.id)]
     removal = file.removal(second)
     return [scaled, removal] if removal is not None else []
+
+
+def _reads(scope: Sequence[ast.AST], name: str) -> list[ast.Name]:
+    parts = (part for each in scope for part in ast.walk(each) if isinstance(part, ast.Name))
+    return [part for part in parts if part.id == name and isinstance(part.ctx, ast.Load)]
 
 
 def _the_scaling(
