@@ -8,6 +8,8 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partialmethod
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampaudit.checkpoint.open import Checkpoint, map_checkpoint, open_checkpoint, weights_error
-from ampaudit.checkpoint.safetensors import PIECE, Part, TensorEntry, write_safetensors
+from ampaudit.checkpoint.safetensors import (
+    PIECE,
+    Part,
+    TensorEntry,
+    dtype_of,
+    type_name,
+    write_safetensors,
+)
 from ampaudit.core.errors import OutputError, UsageError, WeightsError
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.source_config import SourceConfig
@@ -43,7 +52,6 @@ _PACKED = ("_packed", ".qweight")
 # scales of activations, which a dequantized layer does not need
 _ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub", "input_zero_point", "output_scale")
 _SHOWN = 3
-_WIDENED = frozenset({"F16", "BF16"})
 
 
 @contextlib.contextmanager
@@ -76,70 +84,98 @@ def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSou
             f"--stream: {source.location} has no weight files that could stay on disk",
             hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
         )
-    with _in_float32(checkpoint) as file:
-        mapped = map_checkpoint(file)
     renamed = options.weights is None  # names of a Hugging Face file are mapped to the model's
-    names = model_names(source.model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
+    names = model_names(source.model, checkpoint.entries) if renamed else {}
+    with _in_dtypes_of(source.model, names, checkpoint) as file:
+        mapped = map_checkpoint(file)
     tensors: dict[str, Tensor] = {}
-    for name, target in names.items():
+    for name, tensor in mapped.tensors.items():
+        target = names.get(name, name)
         if target in tensors:
             raise WeightsError(
                 f"{checkpoint.path}: {target!r} is assembled from several tensors",
                 hint="leave out --stream for this model",
             )
-        tensors[target] = mapped.tensors[name]
-    check_names(source.model, tensors, checkpoint.path, strict=not renamed)
-    _assign(source.model, tensors)
+        tensors[target] = tensor
+    before, assigning = _tensors(source.model), partialmethod(nn.Module.load_state_dict, assign=True)
+    with patched((Replacement(nn.Module, "load_state_dict", assigning),)):
+        missing, unexpected = _load_state_dict(source.model, tensors, checkpoint.path)
+    _restore(source.model, before, unequal=not renamed)
+    missing = _without_value(source.model, missing)
+    _reject(checkpoint.path, missing=missing, unexpected=[] if renamed else unexpected)
     return replace(source, release=mapped.drop, notes=(*source.notes, *notes_on(checkpoint)))
 
 
 @contextlib.contextmanager
-def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yield a float32 checkpoint to map: a temporary copy if weights are 16-bit or float8.
+def _in_dtypes_of(model: nn.Module, names: Mapping[str, str], checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yield a checkpoint to map, in the dtypes of the parameters: a temporary copy if they differ.
 
-    The audit needs FP32 weights; in a file they take no memory. A mapped file needs no name, so it is removed
-    at once and a killed process leaves nothing behind; on Windows it is removed at exit.
+    The audit needs FP32 weights unless the model has others; in a file they take no memory. A mapped file
+    needs no name, so it is removed at once and a killed process leaves nothing behind; on Windows it is
+    removed at exit.
     """
-    narrow = any(entry.dtype in _WIDENED for entry in checkpoint.entries.values())
-    if not narrow and not _float8_parts(checkpoint):
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    dtypes = {
+        name: parameter.dtype
+        for name, entry in checkpoint.entries.items()
+        if (parameter := parameters.get(names.get(name, name))) is not None
+        and parameter.dtype is not dtype_of(entry.dtype)
+    }
+    if not dtypes and not _float8_parts(checkpoint):
         yield checkpoint.path
         return
     entries, pieces = [], []
     for part in checkpoint.parts:
         for entry in part.entries.values():
-            wide = entry.dtype in _WIDENED
-            entries.append(TensorEntry(entry.name, "F32" if wide else entry.dtype, entry.shape))
-            values = part.pieces(entry.name)
-            pieces.append((entry.name, (piece.float() for piece in values) if wide else values))
+            name, values = entry.name, part.pieces(entry.name)
+            dtype = dtypes.get(name)
+            kind = entry.dtype if dtype is None else type_name(dtype, name)
+            entries.append(TensorEntry(name, kind, entry.shape))
+            pieces.append((name, values if dtype is None else map(methodcaller("to", dtype), values)))
     try:
         with temporary_directory("ampaudit-stream-") as folder:
             if os.name == "nt":
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            write_safetensors(folder / "widened.safetensors", entries, {}, pieces)
-            yield folder / "widened.safetensors"
+            write_safetensors(folder / "cast.safetensors", entries, {}, pieces)
+            yield folder / "cast.safetensors"
     except OSError as error:
         raise OutputError(
-            f"cannot write a float32 copy of {checkpoint.path} to the temporary directory: {error.strerror}",
+            f"cannot write a copy of {checkpoint.path} to the temporary directory: {error.strerror}",
             hint="set TMPDIR to a directory with room for it",
         ) from error
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Assign mapped tensors to parameters, keeping ties, and copy the others into buffers."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    fresh = {
-        id(parameters[name]): nn.Parameter(tensor, requires_grad=False)
-        for name, tensor in tensors.items()
-        if name in parameters and tensor.is_floating_point()
-    }
-    for name, parameter in parameters.items():
-        owner, _, leaf = name.rpartition(".")
-        if id(parameter) in fresh:
-            model.get_submodule(owner)._parameters[leaf] = fresh[id(parameter)]
-    with torch.no_grad():
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in tensors:
-                buffer.copy_(tensors[name])
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -> None:
+    """Restore ties and dtypes after mapped tensors were assigned, and copy buffers, which may be written.
+
+    If ``unequal``, tied tensors with different values in the file all get the last, as ``load_state_dict``
+    does; otherwise they become separate, as Transformers does.
+    """
+    loaded: dict[int, Tensor] = {}
+    for name, tensor in _tensors(model).items():
+        old = before.get(name, tensor)
+        if tensor is old:
+            continue
+        if not isinstance(tensor, nn.Parameter):
+            tensor = tensor.to(old.dtype, copy=True)
+        elif tensor.dtype is not old.dtype:
+            tensor = nn.Parameter(tensor.detach().to(old.dtype), tensor.requires_grad)
+        loaded[id(old)] = tensor
+    for name, old in before.items():
+        if id(old) in loaded:
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+            if unequal or table[leaf] is old or torch.equal(table[leaf], loaded[id(old)]):
+                table[leaf] = loaded[id(old)]
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # holds its weights twice
+            module._init_flat_weights()
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -148,9 +184,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         WeightsError: See ``open_checkpoint``; or names, shapes or dtypes do not fit the model.
     """
-    state = map_checkpoint(path).tensors
+    missing, unexpected = _load_state_dict(model, map_checkpoint(path).tensors, path)
+    _reject(path, missing=_without_value(model, missing), unexpected=unexpected)
+
+
+def _load_state_dict(
+    model: nn.Module, state: Mapping[str, Tensor], path: Path
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Call the model's ``load_state_dict`` and return the missing and the unexpected names."""
     try:
-        missing, extra = model.load_state_dict(state, strict=False) or ((), ())
+        return model.load_state_dict(state, strict=False) or ((), ())
     except Exception as error:  # of torch, or of the model's code
         _reject(path, shape=_other_shapes(model, state))
         what = describe(" ".join(f"{type(error).__name__}: {error}".split()), MAX_MESSAGE)
@@ -158,32 +201,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"{describe_path(path)}: the model's load_state_dict fails: {what}",
             hint="call it with the same checkpoint to see the full traceback, or pass --debug",
         ) from error
-    _reject(path, missing=_without_value(model, missing), unexpected=extra)
-
-
-def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, strict: bool = True) -> None:
-    """Reject tensors that do not match the model's; one name suffices for tied tensors.
-
-    With ``strict``, tensors that the model lacks are rejected as well.
-
-    Raises:
-        WeightsError: Names or shapes differ.
-    """
-    expected = model.state_dict()
-    _reject(
-        path,
-        missing=_without_value(model, [name for name in expected if name not in state]),
-        unexpected=[name for name in state if name not in expected] if strict else [],
-        shape=_other_shapes(model, state),
-    )
 
 
 def _without_value(model: nn.Module, missing: Collection[str]) -> list[str]:
     """Return which of the missing names are of a tensor that has no other name in the file."""
-    tensors: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = _tensors(model)
     loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
     extra_state = [name for name in missing if name.endswith("_extra_state")]  # files of tensors have none
     return [name for name in missing if name not in extra_state and id(tensors.get(name)) not in loaded]

@@ -188,7 +188,8 @@ def _special(value: Any) -> tuple[str, str] | None:
     if value.is_meta:
         return (
             "on the meta device: it has no values",
-            "create the model and its inputs with values, or load weights with --stream --weights FILE",
+            "create the model and its inputs with values, or load weights with --stream --weights FILE; "
+            "leave out --stream if it is computed from weights",
         )
     if value.is_nested:
         return (

@@ -97,6 +97,21 @@ def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
     assert reports[0] == reports[1]
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_weights_are_tied_where_transformers_ties_them(tmp_path: Path, equal: bool) -> None:
+    torch.manual_seed(0)
+    zoo.gpt2().model.save_pretrained(tmp_path)
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    embedding, decoder = "transformer.wte.weight", "lm_head.weight"
+    state[decoder] = state[embedding].clone() if equal else state[embedding] + 1
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    models = [opened(tmp_path, stream=stream).model for stream in (False, True)]
+    for made in models:
+        assert (made.get_parameter(embedding) is made.get_parameter(decoder)) is equal
+    for name, tensor in models[0].state_dict().items():
+        assert torch.equal(models[1].state_dict()[name], tensor), name
+
+
 def test_given_weights_go_before_those_of_the_directory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     made = zoo.bert().model
@@ -118,6 +133,63 @@ def test_16_bit_checkpoints_are_widened_on_disk(model: Path, tmp_path: Path) -> 
     plain, streamed = (opened(model, stream=s, weights=weights).model for s in (False, True))
     assert streamed.table.weight.dtype is torch.float32
     assert torch.equal(streamed.table.weight, plain.table.weight)
+
+
+ODD = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lower = nn.Linear(8, 8).to(torch.bfloat16)
+        self.upper = nn.Linear(8, 8).to(torch.float64)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.normed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.old = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.order = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.again = self.upper
+        self.register_buffer("largest", self.normed.weight.detach().abs().amax())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self._register_load_state_dict_pre_hook(self.negated)
+    def negated(self, state, *_):
+        state["recurrent.bias_hh_l0"] = -state["recurrent.bias_hh_l0"]
+    def load_state_dict(self, state, strict=True):
+        return super().load_state_dict({name.removeprefix("model."): t for name, t in state.items()}, strict)
+    def forward(self, x):
+        self.count += 1
+        x = self.old(self.normed(x)) / self.largest + self.order[self.order.argsort()]
+        x = self.lower(self.recurrent(x[None])[0].bfloat16()).double()
+        return self.again(self.upper(x)) * (self.turn * x).abs()
+def get_model(): return Net().eval()
+def example_inputs(): return torch.randn(4, 8)
+"""
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float64"])
+def test_a_streamed_model_is_one_that_load_state_dict_has_filled(tmp_path: Path, stored: str) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    torch.manual_seed(5)
+    filled = open_source(str(tmp_path / "odd.py"), SourceConfig(seed=1)).model
+    state = {name: tensor.detach() for name, tensor in filled.state_dict().items()}
+    floats = {name: t.to(getattr(torch, stored)) for name, t in state.items() if t.is_floating_point()}
+    floats["order"], floats["turn"] = state["order"].flip(0), state["turn"] * 2
+    for number, old in enumerate(("old.weight_g", "old.weight_v")):
+        floats[old] = floats.pop(f"old.parametrizations.weight.original{number}")
+    floats = {f"model.{name}": tensor for name, tensor in floats.items()}
+    torch.save({"count": state["count"]} | floats, tmp_path / "w.pt")
+    filled.load_state_dict(torch.load(tmp_path / "w.pt"))  # the oracle
+    streamed = opened(tmp_path / "odd.py", stream=True, weights=tmp_path / "w.pt")
+    assert streamed.model.again is streamed.model.upper
+    assert streamed.model.state_dict().keys() == filled.state_dict().keys()
+    for name, tensor in streamed.model.state_dict().items():
+        assert tensor.dtype is filled.state_dict()[name].dtype, name
+        assert torch.equal(tensor, filled.state_dict()[name]), name
+    plain = opened(tmp_path / "odd.py", stream=False, weights=tmp_path / "w.pt")
+    reports = [
+        without_timings(scan(each, policy="torch-cuda", dtype="float16")) for each in (plain, streamed)
+    ]
+    assert reports[0] == reports[1]
 
 
 def test_experts_that_are_put_together_cannot_be_streamed(tmp_path: Path) -> None:
