@@ -37,11 +37,12 @@ PATCHER = "ampaudit.trace.internals"
 PATCHING = {
     "ampaudit.trace.capture",  # while torch exports
     "ampaudit.recording.calls",  # nn.Module.__call__, while a program is recorded
-    "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
+    "ampaudit.source.streamed",  # nn.Module: parameters without weights, and weights that are assigned
     "ampaudit.source.huggingface",  # the switch of huggingface_hub to work offline
     "ampaudit.trace.caster",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.tracer",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
+    "ampaudit.trace.isolation",  # autocast regions, in calls of a model in FP32
     "ampaudit.trace.path.recorder",  # what tells code that it is being traced; reads of fake tensors
 }
 # private modules of torch that the whole package may name: types of ops, nested containers, dispatch modes

@@ -29,7 +29,7 @@ from ampaudit.trace.failure import attempt_in_fp32, fp32_copy, model_failure, wr
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.isolation import seeded
+from ampaudit.trace.isolation import autocast_to_float32, seeded
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
@@ -249,9 +249,10 @@ class _LowPrecisionWatch(TorchDispatchMode):
 
 
 class EagerModel:
-    """Calls a model in FP32 on a device, widening 16-bit weights and inputs without changing the model.
+    """Calls a model in FP32 on a device, widening 16-bit weights, inputs and autocast regions.
 
-    Each call uses a new copy, which shares the weights; policies that run side by side share the call.
+    The model is not changed: each call uses a new copy, which shares the weights; policies that run side by
+    side share the call.
 
     Args:
         device: Device to run on.
@@ -287,7 +288,7 @@ class EagerModel:
         return {op: outcomes.get(op, otherwise) for op in ops}
 
     def computes_in_16_bits(self, model: nn.Module, batch: Batch, number: int) -> bool:
-        """Return whether the FP32 model computes in 16 bits, by its own autocast or casts."""
+        """Return whether the FP32 model computes in 16 bits, by its own casts."""
         self._last, watch = None, _LowPrecisionWatch()
         self.outputs(model, batch, number, watch)
         return watch.low_precision
@@ -317,6 +318,7 @@ class EagerModel:
                 quiet(),
                 guarded(self._device, batch),
                 seeded(self._seed + number),
+                autocast_to_float32(),
                 twins_checked(self._twins),
                 watch,
             ):

@@ -21,7 +21,16 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["call_unchanged", "host_state", "preserved", "seeded", "structural_copy"]
+from ampaudit.trace.internals import Replacement, patched
+
+__all__ = [
+    "autocast_to_float32",
+    "call_unchanged",
+    "host_state",
+    "preserved",
+    "seeded",
+    "structural_copy",
+]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,6 +63,20 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def autocast_to_float32() -> Iterator[None]:
+    """Let the autocast regions of a model's code cast to float32 while active, for a call in FP32."""
+    enter = torch.autocast.__enter__
+
+    def widened(region: Any) -> Any:
+        entered = enter(region)
+        torch.set_autocast_dtype(region.device, torch.float32)
+        return entered
+
+    with patched((Replacement(torch.autocast, "__enter__", widened),)):
+        yield
+
+
 def host_state() -> tuple[Any, ...]:
     """Return the state of Python's and NumPy's generators, to detect whether a number was drawn."""
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -63,6 +86,8 @@ def host_state() -> tuple[Any, ...]:
 @torch.no_grad()
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
     """Call a model without gradients, on a copy that shares its parameters, and on copies of its inputs.
+
+    Autocast regions in its code cast to float32.
 
     Inputs, buffers and Python attributes keep their values, whatever the model writes to them. The model may
     be any callable.
@@ -74,7 +99,7 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda given: copies.setdefault(id(given), given.detach().clone()), (args, dict(kwargs))
     )
-    with seeded(seed):
+    with seeded(seed), autocast_to_float32():
         return model(*args, **kwargs)
 
 

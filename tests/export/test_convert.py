@@ -107,6 +107,26 @@ class Trained(nn.Module):
         return self.drop(self.norm(self.inner(x)))
 
 
+def test_the_fp32_outputs_are_those_without_the_models_own_autocast(tmp_path: Path) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.float16):
+                h = self.inner(x)
+                return (h * h.half()).float() / 1000
+
+    model, x = Region(), torch.full((4, 8), 3000.0)
+    with torch.no_grad():
+        exact = model.inner(x).square() / 1000
+        assert not model(x).isfinite().all()
+    convert(model, x, tmp_path / "out", policy="ampaudit", fail_on="never")
+    stored = safetensors.torch.load_file(tmp_path / "out" / "reference.safetensors")["fp32[0]"]
+    assert torch.allclose(stored, exact, rtol=1e-3)
+
+
 def test_a_model_in_training_mode_is_not_changed(tmp_path: Path) -> None:
     model = Trained().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

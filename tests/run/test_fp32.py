@@ -145,6 +145,45 @@ def test_a_dtype_that_another_function_asks_about_is_followed() -> None:
     assert found.source.line == line_of(_branch, "h.tanh()")
 
 
+class Region(nn.Module):
+    """Scores in an autocast region, which a number limits in float16 only."""
+
+    def __init__(self, device: str, limit: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.query, self.device, self.limit = nn.Linear(16, 16), device, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device, torch.float16):
+            q = self.query(x)
+            scores = q @ q.mT
+            if scores.dtype == torch.float16 and self.limit:
+                scores = scores.clamp(-self.limit, self.limit)
+            scores = scores / 4096
+            return scores.float() if self.limit else torch.softmax(scores, -1).float()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_models_own_autocast_is_no_part_of_fp32(device: str) -> None:
+    model, x = Region(device, 1.0), inputs()
+    with torch.no_grad():
+        fp32 = model.query(x) @ model.query(x).mT / 4096
+    report = scan(model, x, policy="torch-cuda")
+    (found,) = code_findings(report)
+    assert found.severity == "error"
+    (output,) = report.outputs
+    assert output.sqnr_db == pytest.approx(decibel(fp32.clamp(-1 / 4096, 1 / 4096), fp32), abs=0.1)
+
+
+def test_rewrites_are_tried_on_a_model_that_overflows_in_its_own_autocast() -> None:
+    model, x = Region("cpu", 0.0), inputs(300.0)
+    with torch.no_grad():
+        assert not model(x).isfinite().all()  # torch.autocast on the CPU
+    report = scan(model, x, policy="half", advise=True)
+    (found,) = (f for f in report.findings if f.severity == "error")
+    assert [(t.kind, t.outcome) for t in found.tried if t.kind == "rewrite"] == [("rewrite", "cure")]
+
+
 def test_autocast_flags_are_a_precision() -> None:
     def scaled(h: torch.Tensor) -> torch.Tensor:
         return h * 2 if torch.is_autocast_enabled() else h.float()
