@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -307,9 +308,10 @@ class EagerModel:
         """
         if self._last is None or self._last[0] != number:
             self._last = None
-            low = (tensor.dtype in LOW_PRECISION_DTYPES for tensor in named_tensors(model).values())
-            if self._release is not None and any(low):
-                raise RunFailed("streamed 16-bit weights cannot be held in FP32")
+            low = (t for t in named_tensors(model).values() if t.dtype in LOW_PRECISION_DTYPES)
+            wide = 4 * sum(tensor.numel() for tensor in low)
+            if self._release is not None and wide > psutil.virtual_memory().available // 2:
+                raise RunFailed("streamed 16-bit weights do not fit into memory in FP32")
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda tensor: writable(tensor, self._device), (batch.args, batch.kwargs)
             )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,38 @@ def test_a_streamed_model_is_one_that_load_state_dict_has_filled(tmp_path: Path,
         without_timings(scan(each, policy="torch-cuda", dtype="float16")) for each in (plain, streamed)
     ]
     assert reports[0] == reports[1]
+
+
+READS = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.bfloat16()
+    def forward(self, x):
+        h = self.inner(x.to(self.inner.weight.dtype))
+        return (h if h.dtype == torch.float32 else h.clamp(-0.1, 0.1)).float()
+def get_model(): return Net().eval()
+def example_inputs(): return torch.randn(4, 8)
+"""
+
+
+def test_streamed_16_bit_weights_are_compared_with_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads.py").write_text(READS)
+    made = open_source(str(tmp_path / "reads.py"), SourceConfig()).model
+    torch.save(made.state_dict(), tmp_path / "w.pt")
+    sources = [opened(tmp_path / "reads.py", stream=s, weights=tmp_path / "w.pt") for s in (False, True)]
+    reports = [without_timings(scan(each, policy="half", dtype="bfloat16")) for each in sources]
+    assert [(f.code, f.severity) for f in reports[0].findings] == [("AMP212", "error")]
+    assert reports[0] == reports[1]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=256, total=1 << 30))
+    (found,) = scan(sources[1], policy="half", dtype="bfloat16").findings
+    assert found.code == "AMP213"
+    assert "do not fit into memory" in found.cause
 
 
 def test_experts_that_are_put_together_cannot_be_streamed(tmp_path: Path) -> None:
