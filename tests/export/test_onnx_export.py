@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from ampaudit.core.errors import RunFailed
@@ -86,3 +87,50 @@ def test_an_onnx_file_that_means_something_else_is_refused(
     with pytest.raises(RunFailed, match="computes something else"):
         exported(tmp_path, "torch-cuda")
     assert not (tmp_path / "out").exists()
+
+
+class Lists(nn.Module):
+    """Joins a product in 16 bits and a norm in float32, and takes parts of a product."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.product, self.norm, self.op = nn.Linear(8, 8), nn.LayerNorm(8), op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, wide = self.product(x), self.norm(x)
+        results = {
+            "stack": lambda: torch.stack([low, wide], 1),
+            "concat": lambda: torch.concat([wide, low], -1),
+            "column_stack": lambda: torch.column_stack([low, wide]),
+            "split": lambda: low.split(3, -1)[1] * low.split([3, 2, 3], -1)[2],
+            "chunk": lambda: low.chunk(3, -1)[-1],
+            "unbind": lambda: low.unbind(1)[3] - low.unbind()[1].sum(),
+            "tensor_split": lambda: torch.tensor_split(low, 3, dim=1)[1],
+            "topk": lambda: low.topk(3)[0],
+            "sort": lambda: low.sort(-1)[0],
+            "einsum": lambda: torch.einsum("ij,kj->ik", low, low),
+        }
+        result: torch.Tensor = results[self.op]()
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("stack", "concat", "column_stack", "split", "chunk", "unbind", "tensor_split", "topk", "sort"),
+        "einsum",
+    ],
+)
+def test_lists_and_operators_without_bfloat16_mean_the_same(op: str, dtype: str, tmp_path: Path) -> None:
+    """Oracles: onnx's checker, and its own evaluator, which runs both formats."""
+    torch.manual_seed(0)
+    model, x = Lists(op).eval(), torch.randn(4, 8)
+    _, conversion = convert(model, x, tmp_path / "out", policy="torch-cuda", dtype=dtype, onnx=True)
+    assert conversion is not None
+    file = onnx.load(tmp_path / "out" / "model.onnx")
+    onnx.checker.check_model(file, full_check=True)
+    (result,) = ReferenceEvaluator(file).run(None, {"x": x.numpy()})
+    expected = load(tmp_path / "out" / "reference.safetensors")["output[0]"].float()
+    error = (torch.from_numpy(result.astype("float32")) - expected).abs().max()
+    assert error <= 2 * torch.finfo(getattr(torch, dtype)).eps * expected.abs().max()

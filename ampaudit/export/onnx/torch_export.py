@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -13,20 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.export.onnx.check import checking
+from ampaudit.export.onnx.types import SlotType, node_types
 from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.program import ReferenceOutputs, compare_output, same_nodes
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.source.onnx.names import NodeNames
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.opnames import converts
+from ampaudit.trace.opnames import base_name, converts, named_arguments
 from ampaudit.trace.values import dtype_name, tensors_in
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # accuracy after a few roundings of bfloat16; a dropped eps or cast of a norm is worse
 _BFLOAT16_OPSET = 22  # the first in which convolutions, pooling, resizing and norms take the format
+_SPLITS = frozenset({"split", "split_with_sizes", "unsafe_split", "chunk", "unbind", "tensor_split"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -139,6 +143,7 @@ def write_onnx(
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
         _name_axes(exported, axis_names)
+        _widen_bfloat16(exported.model)
         metadata.annotate(exported)
         write_model(exported.model, path)
         with checking(path, runtime=False):
@@ -176,7 +181,7 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.onnx.export(
-                program,
+                _without_lists(program),
                 dynamo=True,
                 optimize=False,
                 verbose=False,
@@ -186,6 +191,64 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
             )
     finally:
         logging.disable(before)
+
+
+def _without_lists(program: ExportedProgram) -> ExportedProgram:
+    """Return a copy of a program whose lists of tensors the exporter writes as valid ONNX.
+
+    In lists that are joined, the exporter promotes no dtype. The parts of a tensor become a sequence, which
+    ONNX does not have of bfloat16, so they are taken as slices.
+    """
+    copied = copy.copy(program)
+    graph = copy.deepcopy(program.graph)
+    for node in list(graph.nodes):
+        op, value = overload_of(node.target) if node.op == "call_function" else None, node.meta.get("val")
+        if op is None:
+            continue
+        with graph.inserting_before(node):
+            if isinstance(value, torch.Tensor):
+                node.args = tuple(_promoted(graph, item, value.dtype) for item in node.args)
+            elif base_name(op) in _SPLITS and value is not None:
+                axis = named_arguments(op, node.args, node.kwargs).get("dim", 0)
+                _take_slices(graph, node, axis, value)
+    graph.eliminate_dead_code()
+    copied._graph_module = fx.GraphModule(program.graph_module, graph)
+    return copied
+
+
+def _promoted(graph: fx.Graph, joined: Any, dtype: torch.dtype) -> Any:
+    """Cast the tensors of a list to a dtype, if they have several; return anything else unchanged."""
+    if not isinstance(joined, list | tuple) or not all(isinstance(item, fx.Node) for item in joined):
+        return joined
+    dtypes = [item.meta["val"].dtype for item in joined]
+    if len(set(dtypes)) < 2:
+        return joined
+    return [
+        item if old == dtype else _called(graph, item, torch.ops.aten._to_copy.default, dtype=dtype)
+        for item, old in zip(joined, dtypes, strict=True)
+    ]
+
+
+def _take_slices(graph: fx.Graph, node: fx.Node, axis: int, parts: Sequence[torch.Tensor]) -> None:
+    """Replace the parts of a tensor along a dimension by slices of it, where their sizes are known."""
+    if not all(isinstance(size, int) for part in parts for size in part.shape):
+        return
+    whole, start = node.all_input_nodes[0], 0
+    for index, part in enumerate(parts):
+        if part.dim() < whole.meta["val"].dim():
+            taken = _called(graph, whole, torch.ops.aten.select.int, axis, index)
+        else:
+            taken = _called(graph, whole, torch.ops.aten.slice.Tensor, axis, start, start + part.shape[axis])
+            start += part.shape[axis]
+        for item in [user for user in node.users if user.args[1] == index]:
+            taken.meta["custom"] = item.meta.get("custom", {})
+            item.replace_all_uses_with(taken)
+
+
+def _called(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    called = graph.call_function(op, (value, *args), kwargs)
+    called.meta["val"] = op(value.meta["val"], *args, **kwargs)
+    return called
 
 
 def _has_bfloat16(program: ExportedProgram) -> bool:
@@ -202,6 +265,38 @@ def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
         for axis, size in enumerate(value.shape or ()):
             if str(size) in symbols:
                 value.shape[axis] = symbols[str(size)]
+
+
+def _widen_bfloat16(model: ir.Model) -> None:
+    """Let operators that ONNX does not define for bfloat16, such as TopK and Einsum, compute in float32."""
+    import onnx_ir as ir
+
+    wide, low = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+
+    def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
+        node = ir.node("Cast", [value], attributes={"to": to.value})
+        node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
+        return node
+
+    for node in list(model.graph.all_nodes()):
+        types = node_types(node, node.version or model.opset_imports.get(node.domain, 1), "bfloat16")
+        graph = node.graph
+        assert graph is not None
+        for index, (value, slot) in enumerate(zip(node.inputs, types.inputs, strict=True)):
+            if value is not None and value.type == ir.TensorType(low) and slot is SlotType.FLOAT32:
+                widening = cast(value, wide)
+                graph.insert_before(node, widening)
+                node.replace_input_with(index, widening.outputs[0])
+        for value, slot in zip(node.outputs, types.outputs, strict=True):
+            if value.type == ir.TensorType(low) and slot is SlotType.FLOAT32:
+                uses, narrowing = list(value.uses()), cast(value, low)
+                narrowed = narrowing.outputs[0]
+                for use in uses:
+                    use.node.replace_input_with(use.idx, narrowed)
+                graph.outputs[:] = [narrowed if output is value else output for output in graph.outputs]
+                narrowed.name, value.name = value.name, f"{value.name}_float32"
+                value.type = ir.TensorType(wide)
+                graph.insert_after(node, narrowing)
 
 
 def _planned_casts(program: ExportedProgram) -> Counter[str]:
