@@ -20,11 +20,13 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.core.text import share_db, signal_to_noise_db
+from ampaudit.core.untrusted import describe
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.capture import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
+from ampaudit.trace.flatten import runnable
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.stack import model_frames
@@ -68,9 +70,18 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
+        RunFailed: Torch cannot save the program.
     """
     with _PatientFile(io.FileIO(path, "wb")) as stream:
-        torch.export.save(program, stream)
+        try:
+            torch.export.save(program, stream)
+        except OSError:
+            raise
+        except Exception as error:  # for flex_attention, for example
+            raise RunFailed(
+                f"torch cannot save the converted program: {describe(first_line(error))}",
+                hint="leave the program out with --no-program",
+            ) from error
         if stream.failure is not None:
             raise stream.failure
 
@@ -94,7 +105,7 @@ class GraphModel(nn.Module):
         super().__init__()
         paths = {p.node: p.node if p.slot is Slot.CONSTANT else p.name for p in folded.placeholders}
         # a single attribute, to avoid clashes with names of the model's layers
-        self._ampaudit = (fx.GraphModule(nn.Module(), folded.graph), folded.placeholders, outputs, paths)
+        self._ampaudit = (runnable(folded.graph), folded.placeholders, outputs, paths)
         parameters: dict[tuple[object, ...], nn.Parameter] = {}
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:

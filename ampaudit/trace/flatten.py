@@ -6,6 +6,7 @@ function call, the hook or the read that it belongs to.
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "is_mark",
     "mark_number",
     "marked_values",
+    "runnable",
     "saved_values",
 ]
 
@@ -77,6 +79,24 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
     graph.eliminate_dead_code(has_effect)
     graph.lint()
     return graph
+
+
+def runnable(graph: fx.Graph) -> fx.GraphModule:
+    """Return a flat graph as a module, in which the bodies of ops such as ``torch.cond`` are submodules."""
+    bodies: dict[str, torch.nn.Module] = {}
+    graph = copy.deepcopy(graph)
+
+    def as_attribute(argument: Any) -> Any:
+        if not isinstance(argument, torch.nn.Module):
+            return argument
+        name = f"body_{len(bodies)}"
+        bodies[name] = argument
+        return graph.create_node("get_attr", name)
+
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            node.args = fx.node.map_aggregate(node.args, as_attribute)
+    return fx.GraphModule(bodies, graph)
 
 
 def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> Any:

@@ -104,7 +104,9 @@ def with_dtype_overload(called: OpCalled) -> OpCalled:
     """Call the overload of a norm that takes a dtype, with float32."""
     names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
     overload: OpOverload = getattr(called.op.overloadpacket, names[called.op._overloadname])
-    return OpCalled(overload, called.args, called.kwargs | {"dtype": torch.float32})
+    # it has no defaults
+    arguments = {each.name: each.default_value for each in called.op._schema.arguments} | called.named
+    return OpCalled(overload, tuple(arguments.values()), {"dtype": torch.float32})
 
 
 def with_low_precision_dtype(called: OpCalled, dtype: torch.dtype) -> OpCalled:

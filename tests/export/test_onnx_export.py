@@ -134,3 +134,13 @@ def test_lists_and_operators_without_bfloat16_mean_the_same(op: str, dtype: str,
     expected = load(tmp_path / "out" / "reference.safetensors")["output[0]"].float()
     error = (torch.from_numpy(result.astype("float32")) - expected).abs().max()
     assert error <= 2 * torch.finfo(getattr(torch, dtype)).eps * expected.abs().max()
+
+
+def test_a_program_that_the_cpu_cannot_run_is_exported(tmp_path: Path) -> None:
+    """Average pooling in three dimensions has no float16 kernel here, so there is nothing to compare with."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.LocalResponseNorm(2)).eval()
+    x = torch.randn(2, 4, 8, 8)
+    _, conversion = convert(model, x, tmp_path / "out", policy="half", onnx=True)
+    assert conversion is not None
+    (result,) = ReferenceEvaluator(onnx.load(tmp_path / "out" / "model.onnx")).run(None, {"input": x.numpy()})
+    assert abs(torch.from_numpy(result).float() - model(x)).max() < 1e-2

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map as torch_map
 from torch.export.passes import move_to_device_pass
+from torch.nn.attention.flex_attention import flex_attention
 
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.program import compare_output
+from ampaudit.export.verify import verify
 from ampaudit.source import Batch, ModelSource
 from tests.support.converted import Tied, converted, load, same_bits, tied
 from tests.support.planted import SelfAttention
@@ -130,3 +133,46 @@ def test_layers_with_names_that_torch_reserves_are_one_line(
     assert "--no-program" in str(raised.value.hint)
     report, made = convert(model, inputs, tmp_path / "out", policy="half", program=False)
     assert made is not None, report.findings
+
+
+class Branches(nn.Module):
+    """Chooses by a value, and maps over rows, in ops with graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, self.layer, lambda t: t * 2, (x,))
+        mapped: torch.Tensor = torch_map(lambda t: t - self.layer(t), x)
+        return chosen + mapped
+
+
+def test_ops_with_graphs_of_their_own_are_converted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Branches().eval(), torch.randn(3, 4, 8).abs()
+    convert(model, x, tmp_path / "out", policy="half")
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    half = Branches().eval()
+    half.load_state_dict(model.state_dict())
+    for inputs in (x, -x):
+        with torch.no_grad():
+            assert same_bits(program(inputs), half.half()(inputs.half()))
+    assert verify(tmp_path / "out").exit_code == 0
+
+
+class Flex(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = flex_attention(x, x, x)
+        return result
+
+
+def test_an_op_that_torch_cannot_save_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
+    x = torch.randn(1, 1, 32, 16)
+    with pytest.raises(RunFailed, match="torch cannot save the converted program") as caught:
+        convert(Flex(), x, tmp_path / "out", policy="half")
+    assert caught.value.hint == "leave the program out with --no-program"
+    assert len(caught.value.args[0]) < 200
+    _, conversion = convert(Flex(), x, tmp_path / "out", policy="half", program=False)
+    assert conversion is not None

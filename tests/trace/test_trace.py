@@ -322,3 +322,22 @@ def test_keep_in_fp32_modules_can_be_respected() -> None:
     stored = {p.name: p.dtype for p in plain.placeholders}
     assert stored["encoder.block.0.layer.1.DenseReluDense.wo.weight"] is torch.float16
     assert "cast all the same" in plain.notes[0]
+
+
+class Distance(nn.Module):
+    """Calls norms whose arguments are left at their defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return nn.functional.pairwise_distance(y, 2 * y) + torch.ops.aten.norm.Scalar(y)
+
+
+def test_a_norm_with_default_arguments_is_in_float32() -> None:
+    found = traced(Distance().eval(), Batch((torch.randn(4, 8),)))
+    dtypes = {site.op: site.dtype for site in found.sites if "norm" in site.op}
+    overloads = ("ScalarOpt_dim_dtype", "ScalarOpt_dtype")
+    assert dtypes == {f"aten.norm.{overload}": torch.float32 for overload in overloads}

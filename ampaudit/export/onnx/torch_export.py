@@ -64,12 +64,12 @@ class ExportedOnnx:
     note: str  # why it cannot run the file; empty if it can
 
     def max_error(self, reference: ReferenceOutputs) -> float | None:
-        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime cannot run the file.
+        """Return the largest difference from torch's outputs; ``None`` if torch or ONNX Runtime has none.
 
         Raises:
             RunFailed: They differ so much that the file computes something else.
         """
-        if not self.outputs:
+        if not self.outputs or not reference.outputs:
             return None
         expected = [
             (record.name, reference.tensors[f"output[{index}]"])
