@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampaudit.instruments.subnormals import INSTRUMENT, Subnormals
 from torch.utils import _pytree as pytree
 
 from ampaudit.audit.instruments import Measuring
 from ampaudit.core.formats import NumberFormat
+from ampaudit.instruments.subnormals import INSTRUMENT, Subnormals
 from ampaudit.run.audit import Audit
 from ampaudit.run.config import Recorder, RunConfig
 from ampaudit.run.lockstep import Observer, StepCall, WrappedObserver
