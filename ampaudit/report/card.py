@@ -33,7 +33,7 @@ class Shown:
         """Write the document to a file, as ``-o`` does.
 
         Args:
-            path: Path, whose suffix selects the format: .txt, .html, .json, .md, .csv, .sarif or .xml.
+            path: Path, whose suffix selects the format.
             form: Name of a format that overrides the suffix, such as ``github``.
             force: Whether to replace an existing file.
 
