@@ -52,7 +52,10 @@ class Observer:
     __slots__ = ()
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Observe a pair; the 16-bit run continues with the returned value (normally ``value`` itself)."""
+        """Observe a pair: two tensors, or two sequences with an entry per item of ``step.dtypes``.
+
+        The 16-bit run continues with the returned value (normally ``value`` itself).
+        """
         return value
 
 
