@@ -56,27 +56,20 @@ Energy = Callable[[frozenset[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """The place where the error of some outputs enters.
+    """The place where the error of some outputs enters."""
 
-    Attributes:
-        outputs: Names of the outputs, the worst first.
-        sites: One op, or all ops of one line that cause the error together; empty if it is spread out.
-        given: Name of the weight or input whose rounding causes the error, if it is not the op's result.
-        alone_db: Accuracy of the worst output with only these sites in 16 bits; ``None`` if exact.
-        without_db: Accuracy of that output with all other sites in 16 bits; ``None`` if exact.
-        decision: The op that chooses differently because of the error.
-        detail: The margins of these choices.
-        stalled: Share of the additions at these sites that have no effect in 16 bits only.
-    """
-
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # names of the outputs, the worst first
+    # one op, or all ops of one line that cause the error together; empty if it is spread out
     sites: tuple[SiteId, ...] = ()
+    # name of the weight or input whose rounding causes the error, if it is not the op's result
     given: str = ""
+    # accuracy of the worst output with only these sites in 16 bits; ``None`` if exact
     alone_db: float | None = None
+    # accuracy of that output with all other sites in 16 bits; ``None`` if exact
     without_db: float | None = None
-    decision: SiteId | None = None
-    detail: DecisionDetail | None = None
-    stalled: float = 0.0
+    decision: SiteId | None = None  # the op that chooses differently because of the error
+    detail: DecisionDetail | None = None  # the margins of these choices
+    stalled: float = 0.0  # share of the additions at these sites that have no effect in 16 bits only
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +80,11 @@ class _Run:
 
 @dataclass
 class Attribution:
-    """Runs one batch repeatedly, each time with a different part of the model in 16 bits.
+    """Runs one batch repeatedly, each time with a different part of the model in 16 bits."""
 
-    Attributes:
-        executor: Executor of the whole program.
-        seed: Seed of the batch's random numbers.
-        carried: Inputs and buffers, with FP32's values in both runs.
-    """
-
-    executor: LockStep
-    seed: int
-    carried: CarriedState
+    executor: LockStep  # executor of the whole program
+    seed: int  # seed of the batch's random numbers
+    carried: CarriedState  # inputs and buffers, with FP32's values in both runs
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _runs_left: int = MAX_RUNS
 
@@ -316,17 +303,11 @@ class PartialLockStep(LockStep):
 
 @dataclass(slots=True)
 class Probe(Observer):
-    """Counts flipped decisions, and measures what is requested.
+    """Counts flipped decisions, and measures what is requested."""
 
-    Attributes:
-        pins: Nodes of decisions that follow FP32's choices.
-        detail: A decision to measure in detail.
-        additions: Nodes at which to count additions that have no effect.
-    """
-
-    pins: frozenset[str] = frozenset()
-    detail: DecisionDetail | None = None
-    additions: frozenset[str] = frozenset()
+    pins: frozenset[str] = frozenset()  # nodes of decisions that follow FP32's choices
+    detail: DecisionDetail | None = None  # a decision to measure in detail
+    additions: frozenset[str] = frozenset()  # nodes at which to count additions that have no effect
     _flips: dict[str, torch.Tensor] = field(default_factory=dict)
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
     _changing: int = 0
@@ -387,17 +368,11 @@ class Probe(Observer):
 
 @dataclass(frozen=True, slots=True)
 class RoundingUnit:
-    """Nodes that a rule would keep in float32 together.
+    """Nodes that a rule would keep in float32 together."""
 
-    Attributes:
-        site: The op that reports name for the unit.
-        nodes: Nodes whose values are rounded.
-        sources: Inputs and weights among them, with their names.
-    """
-
-    site: Site
-    nodes: frozenset[fx.Node]
-    sources: tuple[tuple[fx.Node, str], ...] = ()
+    site: Site  # the op that reports name for the unit
+    nodes: frozenset[fx.Node]  # nodes whose values are rounded
+    sources: tuple[tuple[fx.Node, str], ...] = ()  # inputs and weights among them, with their names
 
 
 def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:

@@ -55,15 +55,10 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Backend:
-    """Computes the steps of the converted graph; the base class computes all of them in float32.
+    """Computes the steps of the converted graph; the base class computes all of them in float32."""
 
-    Attributes:
-        name: Name of the backend in reports.
-        follows_writes: Whether gradients pass in-place writes that autograd does not see.
-    """
-
-    name = "reference"
-    follows_writes = False
+    name = "reference"  # name of the backend in reports
+    follows_writes = False  # whether gradients pass in-place writes that autograd does not see
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the representation of a tensor whose dtype in the converted model is ``dtype``.

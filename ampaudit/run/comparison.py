@@ -16,22 +16,16 @@ __all__ = ["ModelComparison", "ModelDifference"]
 
 @dataclass(frozen=True, slots=True)
 class ModelDifference:
-    """One difference between an audited graph and its reference.
+    """One difference between an audited graph and its reference."""
 
-    Attributes:
-        kind: ``value``: the op computes something else from the same inputs; ``constant``, ``weight`` and
-            ``missing``: a number, a weight or an op of the reference is changed or missing;
-            ``clamped``: a number beyond the format is replaced by its largest, as in masks.
-        site: Site of the audited graph.
-        counterpart: Site of the reference, if any.
-        what: Description of the difference.
-        outputs: Outputs that are wrong because of it; empty if it has no effect on this input.
-    """
-
+    # ``value``: the op computes something else from the same inputs; ``constant``, ``weight`` and
+    # ``missing``: a number, a weight or an op of the reference is changed or missing; ``clamped``: a number
+    # beyond the format is replaced by its largest, as in masks
     kind: Literal["value", "constant", "weight", "missing", "clamped"]
-    site: Site
-    counterpart: Site | None
-    what: str
+    site: Site  # site of the audited graph
+    counterpart: Site | None  # site of the reference, if any
+    what: str  # description of the difference
+    # outputs that are wrong because of it; empty if it has no effect on this input
     outputs: tuple[str, ...] = ()
 
     @property
@@ -42,21 +36,13 @@ class ModelDifference:
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """The correspondence between an audited graph and a reference.
+    """The correspondence between an audited graph and a reference."""
 
-    Attributes:
-        matched: Pairs of sites, the audited one first.
-        only_reference: Sites of the reference without a partner.
-        only_audited: Sites of the audited graph without a partner.
-        differences: Differences, starting with those that make outputs wrong.
-        outputs: Outputs of the reference, by the audited graph's names.
-    """
-
-    matched: tuple[tuple[Site, Site], ...]
-    only_reference: tuple[Site, ...]
-    only_audited: tuple[Site, ...]
-    differences: tuple[ModelDifference, ...]
-    outputs: Mapping[str, torch.Tensor]
+    matched: tuple[tuple[Site, Site], ...]  # pairs of sites, the audited one first
+    only_reference: tuple[Site, ...]  # sites of the reference without a partner
+    only_audited: tuple[Site, ...]  # sites of the audited graph without a partner
+    differences: tuple[ModelDifference, ...]  # differences, starting with those that make outputs wrong
+    outputs: Mapping[str, torch.Tensor]  # outputs of the reference, by the audited graph's names
 
     @property
     def wrong(self) -> frozenset[str]:

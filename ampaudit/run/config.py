@@ -71,51 +71,38 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The configuration of a run.
+    """The configuration of a run."""
 
-    Attributes:
-        rules: Policy; ``None`` to run FP32 alone (``--ranges``).
-        author_rules: Rules that autocast regions in the model's code follow.
-        number_format: The 16-bit format.
-        device: Device of the run.
-        seed: Seed of all random numbers.
-        backend: Backend of the 16-bit run; ``None`` for the usual one of the device.
-        measured: Measurements of a first pass, for the policy's measured rules.
-        reference_only: Whether only FP32 runs, on the graph with the policy's casts.
-        edits: Rewrites of ops by site, to try changes to the model's code.
-        keep_graphs: Whether to keep the graph of every batch, rather than only those that add sites.
-        keep_outputs: Function that receives the outputs of each batch, in both passes.
-        release: Function that frees the memory of a weight until its next use.
-        recorders: Functions that make the recorders of the run.
-        functionalize: Whether the graph is made functional: writes in place become new values, so that each
-            value has one gradient.
-        loss_scale: Scale of the loss, which is the last output; ``None`` without a backward pass.
-        min_sqnr: Accuracy of an output in dB below which to search for the op at which its error enters;
-            ``None`` to skip the search.
-        steps: Steps of each batch; calls are numbered through all steps of all batches.
-        against: Reference model, if it is not the audited one in FP32.
-        memory: Limit on weights and values in bytes, which cuts the program into segments that all batches
-            pass one after the other; ``None`` to run whole batches.
-    """
-
-    rules: RuleSet | None
-    author_rules: RuleSet
-    number_format: NumberFormat
-    device: torch.device
-    seed: int = 0
-    backend: Backend | None = None
+    rules: RuleSet | None  # policy; ``None`` to run FP32 alone (``--ranges``)
+    author_rules: RuleSet  # rules that autocast regions in the model's code follow
+    number_format: NumberFormat  # the 16-bit format
+    device: torch.device  # device of the run
+    seed: int = 0  # seed of all random numbers
+    backend: Backend | None = None  # backend of the 16-bit run; ``None`` for the usual one of the device
+    # measurements of a first pass, for the policy's measured rules
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
-    reference_only: bool = False
+    reference_only: bool = False  # whether only FP32 runs, on the graph with the policy's casts
+    # rewrites of ops by site, to try changes to the model's code
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
+    # whether to keep the graph of every batch, rather than only those that add sites
     keep_graphs: bool = False
+    # function that receives the outputs of each batch, in both passes
     keep_outputs: KeepOutputs | None = None
-    release: Release | None = None
+    release: Release | None = None  # function that frees the memory of a weight until its next use
+    # functions that make the recorders of the run
     recorders: tuple[Callable[[RunConfig], Recorder], ...] = ()
+    # whether the graph is made functional: writes in place become new values, so that each value has one
+    # gradient
     functionalize: bool = False
+    # scale of the loss, which is the last output; ``None`` without a backward pass
     loss_scale: StartingScale | None = None
+    # accuracy of an output in dB below which to search for the op at which its error enters; ``None`` to skip
+    # the search
     min_sqnr: float | None = None
-    steps: Steps | None = None
-    against: Against | None = None
+    steps: Steps | None = None  # steps of each batch; calls are numbered through all steps of all batches
+    against: Against | None = None  # reference model, if it is not the audited one in FP32
+    # limit on weights and values in bytes, which cuts the program into segments that all batches pass one
+    # after the other; ``None`` to run whole batches
     memory: int | None = None
 
     @property

@@ -63,21 +63,13 @@ class ExtremeValues:
 
 @dataclass(frozen=True, slots=True)
 class TailRisk:
-    """The estimated risk of one site.
+    """The estimated risk of one site."""
 
-    Attributes:
-        per_million: Expected number of batches that overflow per million samples.
-        low: Lower end of a 90 % interval, by parametric bootstrap.
-        high: Upper end of the interval.
-        batches: Number of maxima in the fit.
-        samples: Number of samples in a batch.
-    """
-
-    per_million: float
-    low: float
-    high: float
-    batches: int
-    samples: int
+    per_million: float  # expected number of batches that overflow per million samples
+    low: float  # lower end of a 90 % interval, by parametric bootstrap
+    high: float  # upper end of the interval
+    batches: int  # number of maxima in the fit
+    samples: int  # number of samples in a batch
 
 
 def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:

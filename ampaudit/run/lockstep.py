@@ -122,17 +122,11 @@ class CarriedState:
 
 @dataclass(slots=True)
 class GraphState:
-    """The state of a run between two groups of steps.
+    """The state of a run between two groups of steps."""
 
-    Attributes:
-        values: Live values of both runs.
-        buffers: The model's buffers, which outlive the run.
-        group: Index of the next group.
-    """
-
-    values: dict[fx.Node, Pair]
-    buffers: dict[fx.Node, Pair] = field(default_factory=dict)
-    group: int = 0
+    values: dict[fx.Node, Pair]  # live values of both runs
+    buffers: dict[fx.Node, Pair] = field(default_factory=dict)  # the model's buffers, which outlive the run
+    group: int = 0  # index of the next group
 
 
 class LockStep:
@@ -467,15 +461,10 @@ class _Result:
 
 @dataclass(slots=True)
 class SharedReference:
-    """Results of the first of several runs, kept until all other runs have used them.
+    """Results of the first of several runs, kept until all other runs have used them."""
 
-    Attributes:
-        programs: Programs of all runs, starting with the first run's.
-        reused: Number of results that were not computed again.
-    """
-
-    programs: Sequence[Program]
-    reused: int = 0
+    programs: Sequence[Program]  # programs of all runs, starting with the first run's
+    reused: int = 0  # number of results that were not computed again
     _results: dict[SiteId, _Result] = field(default_factory=dict)
     _done: set[SiteId] = field(default_factory=set)
     _uses: dict[SiteId, int] = field(default_factory=dict)

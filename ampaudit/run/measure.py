@@ -315,13 +315,9 @@ class SampleStatistics:
 
 @dataclass(slots=True)
 class Samples:
-    """Collects samples on the device and reduces them in blocks.
+    """Collects samples on the device and reduces them in blocks."""
 
-    Attributes:
-        min_normal: Smallest normal number of the 16-bit format.
-    """
-
-    min_normal: float
+    min_normal: float  # smallest normal number of the 16-bit format
     results: dict[str, SampleStatistics] = field(default_factory=dict)
     _rows: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     _pending: int = 0

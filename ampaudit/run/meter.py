@@ -83,13 +83,9 @@ class MeasuredValue:
 
 
 class Meter(Observer):
-    """Measures pairs of values. On a GPU, measurements stay on the device until ``results``.
+    """Measures pairs of values. On a GPU, measurements stay on the device until ``results``."""
 
-    Attributes:
-        deferred: Whether they stay on their device even if it is the CPU.
-    """
-
-    deferred = False
+    deferred = False  # whether they stay on their device even if it is the CPU
 
     def __init__(self, number_format: NumberFormat, backend: Backend, local: bool) -> None:
         self.samples = Samples(number_format.min_normal)
@@ -470,14 +466,11 @@ NORMS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {
 
 
 class PathValues:
-    """Collects the values that the model's code reads during one run, on their device.
-
-    Attributes:
-        resized: Sites whose result differs in size in 16 bits, with that size.
-    """
+    """Collects the values that the model's code reads during one run, on their device."""
 
     def __init__(self) -> None:
         self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        # sites whose result differs in size in 16 bits, with that size
         self.resized: list[tuple[SiteId, str]] = []
 
     def observe(self, step: Step, reference: Any, call: StepCall) -> None:
@@ -519,15 +512,10 @@ def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class DecisionStats:
-    """The choices of one site over all batches.
+    """The choices of one site over all batches."""
 
-    Attributes:
-        elements: Number of choices.
-        differing: Number of choices that differ between FP32 and 16 bits.
-    """
-
-    elements: int = 0
-    differing: int = 0
+    elements: int = 0  # number of choices
+    differing: int = 0  # number of choices that differ between FP32 and 16 bits
 
     def add(self, elements: int, differing: int) -> None:
         """Add one batch."""
@@ -591,25 +579,16 @@ def _axis(step: Step, call: StepCall) -> int | None:
 
 @dataclass(slots=True)
 class DecisionDetail:
-    """Measures the margins of one decision.
+    """Measures the margins of one decision."""
 
-    Attributes:
-        node: Name of the node.
-        differing: Number of choices that differ.
-        elements: Number of choices.
-        ties: Number of differing choices whose candidates are equal in 16 bits.
-        margin: Median distance in FP32 between the two candidates of a differing choice.
-        error: Median error of the input, for decisions without candidates (rounding, casts, buckets).
-        magnitude: Median magnitude of the candidates.
-    """
-
-    node: str
-    differing: int = 0
-    elements: int = 0
-    ties: int = 0
-    margin: float | None = None
+    node: str  # name of the node
+    differing: int = 0  # number of choices that differ
+    elements: int = 0  # number of choices
+    ties: int = 0  # number of differing choices whose candidates are equal in 16 bits
+    margin: float | None = None  # median distance in FP32 between the two candidates of a differing choice
+    # median error of the input, for decisions without candidates (rounding, casts, buckets)
     error: float | None = None
-    magnitude: float | None = None
+    magnitude: float | None = None  # median magnitude of the candidates
 
     def inspect(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         """Measure the margins of the node's choices."""

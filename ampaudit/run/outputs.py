@@ -35,27 +35,16 @@ _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class RowVariation:
-    """The variation of an output within its rows, against its error; constant rows do not count.
+    """The variation of an output within its rows, against its error; constant rows do not count."""
 
-    Attributes:
-        axes: Axes along which a row extends; all of them for the whole output.
-        spread_sq: Sum of (reference - mean of the row)^2.
-        err_sq: Sum of (value - reference)^2 over the same rows.
-        elements: Number of elements in these rows.
-        worst: Index of the row with the lowest ratio, along the other axes.
-        mean: Mean of that row.
-        worst_spread_sq: Contribution of that row to ``spread_sq``.
-        worst_err_sq: Contribution of that row to ``err_sq``.
-    """
-
-    axes: tuple[int, ...]
-    spread_sq: float
-    err_sq: float
-    elements: int
-    worst: tuple[int, ...]
-    mean: float
-    worst_spread_sq: float
-    worst_err_sq: float
+    axes: tuple[int, ...]  # axes along which a row extends; all of them for the whole output
+    spread_sq: float  # sum of (reference - mean of the row)^2
+    err_sq: float  # sum of (value - reference)^2 over the same rows
+    elements: int  # number of elements in these rows
+    worst: tuple[int, ...]  # index of the row with the lowest ratio, along the other axes
+    mean: float  # mean of that row
+    worst_spread_sq: float  # contribution of that row to ``spread_sq``
+    worst_err_sq: float  # contribution of that row to ``err_sq``
 
     @property
     def index(self) -> tuple[int | None, ...]:
@@ -124,32 +113,21 @@ def row_variation(shape: Sequence[int], numbers: Sequence[float]) -> RowVariatio
 
 @dataclass(frozen=True, slots=True)
 class OutputComparison:
-    """One output of one batch compared with FP32.
+    """One output of one batch compared with FP32."""
 
-    Attributes:
-        kind: Kind of its elements; booleans count as integers, a complex number as two floats, and integers
-            of 8 and 16 bits as floats: they are numbers, as in images and sound, and no choices.
-        batch: Number of the batch.
-        elements: Number of elements compared.
-        err_sq: Sum of (value - reference)^2 over finite pairs.
-        ref_sq: Sum of reference^2 over the same pairs.
-        rows: Variation within its rows; ``None`` if no row varies or there is no error.
-        bad: Number of elements that are inf or NaN in 16 bits only.
-        differing: Number of integers that differ.
-        constant: FP32's value if all elements, two or more, are equal.
-        mismatch: Why the outputs cannot be compared (shape or dtype); empty if they can.
-    """
-
+    # kind of its elements; booleans count as integers, a complex number as two floats, and integers of 8 and
+    # 16 bits as floats: they are numbers, as in images and sound, and no choices
     kind: OutputKind
-    batch: int = 0
-    elements: int = 0
-    err_sq: float = 0.0
-    ref_sq: float = 0.0
+    batch: int = 0  # number of the batch
+    elements: int = 0  # number of elements compared
+    err_sq: float = 0.0  # sum of (value - reference)^2 over finite pairs
+    ref_sq: float = 0.0  # sum of reference^2 over the same pairs
+    # variation within its rows; ``None`` if no row varies or there is no error
     rows: RowVariation | None = None
-    bad: int = 0
-    differing: int = 0
-    constant: float | None = None
-    mismatch: str = ""
+    bad: int = 0  # number of elements that are inf or NaN in 16 bits only
+    differing: int = 0  # number of integers that differ
+    constant: float | None = None  # FP32's value if all elements, two or more, are equal
+    mismatch: str = ""  # why the outputs cannot be compared (shape or dtype); empty if they can
 
     @property
     def accuracy_db(self) -> float | None:

@@ -80,45 +80,28 @@ def differentiable(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One node, prepared for execution.
+    """One node, prepared for execution."""
 
-    Attributes:
-        node: The graph's node.
-        target: The function to call.
-        site: The site of the node; ``None`` for tuple access and shape arithmetic.
-        args: Arguments on the run's device, with nodes in the places of values.
-        kwargs: The same for keyword arguments.
-        float32_arguments: ``args`` and ``kwargs`` with every 16-bit dtype constant replaced by float32.
-        emulated_arguments: The same with the numbers that a kernel for 16-bit tensors reads.
-        computing: The 16-bit dtype to which operands are converted, if any.
-        gives_way: Positions and names of the tensors that are converted to ``computing``.
-        dtypes: Dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors.
-        mutates: Positions of the arguments that it writes to.
-        updates: Positions and dtypes of written arguments other than its result (running statistics).
-        random: Whether it draws random numbers.
-        rounds_inside: Whether its 16-bit kernel differs from a float32 call that is rounded once.
-        frees: Nodes whose values are not needed after this step.
-        decides: Whether it turns floats into integers, booleans or whole numbers.
-        choice: The stack of matrices that it indexes by a tensor, if any.
-    """
-
-    node: fx.Node
-    target: Callable[..., Any]
-    site: Site | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    node: fx.Node  # the graph's node
+    target: Callable[..., Any]  # the function to call
+    site: Site | None  # the site of the node; ``None`` for tuple access and shape arithmetic
+    args: tuple[Any, ...]  # arguments on the run's device, with nodes in the places of values
+    kwargs: dict[str, Any]  # the same for keyword arguments
+    # ``args`` and ``kwargs`` with every 16-bit dtype constant replaced by float32
     float32_arguments: CallArguments
-    emulated_arguments: CallArguments
-    computing: torch.dtype | None
-    gives_way: frozenset[int | str]
+    emulated_arguments: CallArguments  # the same with the numbers that a kernel for 16-bit tensors reads
+    computing: torch.dtype | None  # the 16-bit dtype to which operands are converted, if any
+    gives_way: frozenset[int | str]  # positions and names of the tensors that are converted to ``computing``
+    # dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors
     dtypes: tuple[torch.dtype | None, ...]
-    mutates: tuple[int, ...]
+    mutates: tuple[int, ...]  # positions of the arguments that it writes to
+    # positions and dtypes of written arguments other than its result (running statistics)
     updates: tuple[tuple[int, torch.dtype], ...]
-    random: bool
-    rounds_inside: bool
-    frees: tuple[fx.Node, ...]
-    decides: bool = False
-    choice: StackChoice | None = None
+    random: bool  # whether it draws random numbers
+    rounds_inside: bool  # whether its 16-bit kernel differs from a float32 call that is rounded once
+    frees: tuple[fx.Node, ...]  # nodes whose values are not needed after this step
+    decides: bool = False  # whether it turns floats into integers, booleans or whole numbers
+    choice: StackChoice | None = None  # the stack of matrices that it indexes by a tensor, if any
 
     @property
     def differentiable(self) -> bool:
@@ -194,33 +177,23 @@ Value: TypeAlias = "fx.Node | Memory"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled graph.
+    """A compiled graph."""
 
-    Attributes:
-        traced: The traced model.
-        inputs: Placeholders, in order.
-        steps: All calls, in graph order.
-        groups: The same calls in groups of a few: the reference computes a whole group first, while its
-            values are in the cache. A call that writes memory or draws random numbers is its own group.
-        outputs: Nodes of the model's outputs.
-        written: Nodes whose memory some step writes to, or that may share such memory.
-        writers: The memory that a node, also that of the outputs, reads by another name than those of all
-            writes to it, such as that of a view; and of memory the last write, and what it was before.
-        updated: The last value of each buffer that a graph without writes in place computes anew.
-        parameters: Placeholders of parameters.
-        data: Inputs of floating-point numbers.
-    """
-
-    traced: TracedModel
-    inputs: tuple[fx.Node, ...]
-    steps: tuple[Step, ...]
+    traced: TracedModel  # the traced model
+    inputs: tuple[fx.Node, ...]  # placeholders, in order
+    steps: tuple[Step, ...]  # all calls, in graph order
+    # the same calls in groups of a few: the reference computes a whole group first, while its values are in
+    # the cache. A call that writes memory or draws random numbers is its own group
     groups: tuple[tuple[Step, ...], ...]
-    outputs: tuple[fx.Node, ...]
-    written: frozenset[fx.Node]
+    outputs: tuple[fx.Node, ...]  # nodes of the model's outputs
+    written: frozenset[fx.Node]  # nodes whose memory some step writes to, or that may share such memory
+    # the memory that a node, also that of the outputs, reads by another name than those of all writes to it,
+    # such as that of a view; and of memory the last write, and what it was before
     writers: Mapping[Value, tuple[Value, ...]]
+    # the last value of each buffer that a graph without writes in place computes anew
     updated: Mapping[fx.Node, fx.Node]
-    parameters: frozenset[fx.Node]
-    data: frozenset[fx.Node]
+    parameters: frozenset[fx.Node]  # placeholders of parameters
+    data: frozenset[fx.Node]  # inputs of floating-point numbers
 
     @property
     def draws(self) -> bool:

@@ -275,17 +275,13 @@ class FaultPropagation:
 
 
 class RepairingMeter(WrappedObserver):
-    """Measures like ``Meter``, repairs broken elements, and records which sites are origins.
-
-    Attributes:
-        origins: Sites that went wrong although their inputs were intact.
-    """
+    """Measures like ``Meter``, repairs broken elements, and records which sites are origins."""
 
     def __init__(self, meter: Meter, program: Program, masks: set[SiteId]) -> None:
         super().__init__(meter)
         self.meter = meter
         self._program = program
-        self.origins: list[SiteId] = []
+        self.origins: list[SiteId] = []  # sites that went wrong although their inputs were intact
         self._masks = masks
         # masks of the repaired elements of each node's value
         self._repaired: dict[fx.Node, torch.Tensor] = {}

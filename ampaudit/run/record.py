@@ -62,43 +62,24 @@ _Numbers = Annotated[set[int], PlainSerializer(sorted, return_type=list[int])]
 
 @dataclass(slots=True)
 class ReadStats:
-    """The reads of values by one line of the model's code, over all batches.
+    """The reads of values by one line of the model's code, over all batches."""
 
-    Attributes:
-        name: How the code reads them (``bool``, ``item``, ``numpy`` ...), or the op whose size they decide.
-        kind: How Python uses them.
-        layer: Path of the module whose forward reads them.
-        source: The innermost line of the model's code.
-        caller: The user's own line, if it is another one.
-        sizes: Whether the values decide the sizes of an op, rather than what Python code does.
-        producer: The op that computed the values.
-        reads: Number of reads.
-        differing: Number of reads after which Python code takes another path in 16 bits.
-        faults: Number of differing reads that are only due to an earlier overflow.
-        batch: Number of the first batch with a differing read.
-        fp32: Text of FP32's value at the first differing read, or else at the first read.
-        low: Text of the 16-bit run's value at the same read.
-        answers: Counts of the values read in FP32.
-        error_sq: Sum of squared differences, for arrays of floats.
-        signal_sq: Sum of FP32's squares, for arrays of floats.
-    """
-
-    name: str
-    kind: ReadKind
-    layer: str
-    source: SourceLine | None
-    caller: SourceLine | None
-    sizes: bool = False
-    producer: SiteId | None = None
-    reads: int = 0
-    differing: int = 0
-    faults: int = 0
-    batch: int | None = None
-    fp32: str = ""
-    low: str = ""
-    answers: Counter[str] = field(default_factory=Counter)
-    error_sq: float = 0.0
-    signal_sq: float = 0.0
+    name: str  # how the code reads them (``bool``, ``item``, ``numpy`` ...), or the op whose size they decide
+    kind: ReadKind  # how Python uses them
+    layer: str  # path of the module whose forward reads them
+    source: SourceLine | None  # the innermost line of the model's code
+    caller: SourceLine | None  # the user's own line, if it is another one
+    sizes: bool = False  # whether the values decide the sizes of an op, rather than what Python code does
+    producer: SiteId | None = None  # the op that computed the values
+    reads: int = 0  # number of reads
+    differing: int = 0  # number of reads after which Python code takes another path in 16 bits
+    faults: int = 0  # number of differing reads that are only due to an earlier overflow
+    batch: int | None = None  # number of the first batch with a differing read
+    fp32: str = ""  # text of FP32's value at the first differing read, or else at the first read
+    low: str = ""  # text of the 16-bit run's value at the same read
+    answers: Counter[str] = field(default_factory=Counter)  # counts of the values read in FP32
+    error_sq: float = 0.0  # sum of squared differences, for arrays of floats
+    signal_sq: float = 0.0  # sum of FP32's squares, for arrays of floats
 
     def join(self, later: ReadStats) -> None:
         """Add the reads of later batches."""
@@ -129,14 +110,11 @@ class ReadStats:
 
 @dataclass(slots=True)
 class PathRecord:
-    """The values read along the paths of all batches.
+    """The values read along the paths of all batches."""
 
-    Attributes:
-        reads: Statistics by a text key of line, layer and name.
-        paths: Digests of the distinct sequences of sites that batches ran.
-    """
-
+    # statistics by a text key of line, layer and name
     reads: dict[str, ReadStats] = field(default_factory=dict)
+    # digests of the distinct sequences of sites that batches ran
     paths: set[str] = field(default_factory=set)
 
     def join(self, later: PathRecord) -> None:
@@ -272,23 +250,14 @@ def takes_path(executor: LockStep, carried: CarriedState, seed: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BufferUpdate:
-    """The update of a 16-bit buffer by one forward pass.
+    """The update of a 16-bit buffer by one forward pass."""
 
-    Attributes:
-        name: Path of the buffer.
-        site: The op that writes it.
-        moved: Number of elements that change in FP32.
-        stalled: Number of these that do not change in 16 bits.
-        counts: Whether the buffer holds whole numbers before and after.
-        example: Value of the first element that stalls.
-    """
-
-    name: str
-    site: SiteId
-    moved: int
-    stalled: int
-    counts: bool
-    example: float
+    name: str  # path of the buffer
+    site: SiteId  # the op that writes it
+    moved: int  # number of elements that change in FP32
+    stalled: int  # number of these that do not change in 16 bits
+    counts: bool  # whether the buffer holds whole numbers before and after
+    example: float  # value of the first element that stalls
 
 
 def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
@@ -336,22 +305,15 @@ def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
 
 @dataclass(slots=True)
 class OutputDifference:
-    """One output against the FP32 model, summed over the batches that differ.
+    """One output against the FP32 model, summed over the batches that differ."""
 
-    Attributes:
-        name: Name of the output.
-        problem: Reason why it cannot be compared, if so.
-        integers: Whether it holds integers; sums of squares are then counts of (differing) elements.
-        ref_sq: Sum of squares of the FP32 model's output.
-        err_sq: Sum of squares of the 16-bit run's error.
-        code_err_sq: Sum of squares of the error of the same code in FP32, which is due to the code alone.
-    """
-
-    name: str
-    problem: str | None = None
+    name: str  # name of the output
+    problem: str | None = None  # reason why it cannot be compared, if so
+    # whether it holds integers; sums of squares are then counts of (differing) elements
     integers: bool = False
-    ref_sq: float = 0.0
-    err_sq: float = 0.0
+    ref_sq: float = 0.0  # sum of squares of the FP32 model's output
+    err_sq: float = 0.0  # sum of squares of the 16-bit run's error
+    # sum of squares of the error of the same code in FP32, which is due to the code alone
     code_err_sq: float = 0.0
 
     @property
@@ -380,22 +342,15 @@ class OutputDifference:
 
 @dataclass(slots=True)
 class CodeRecord:
-    """The results of the eager runs of the FP32 model.
+    """The results of the eager runs of the FP32 model."""
 
-    Attributes:
-        batches: Number of batches run and compared.
-        failure: Reason why a batch could not be run, if so.
-        untraced: Whether the FP32 model could not be traced, so that the traces could not be compared.
-        reads: Lines of the model's code that read a dtype in the differing trace.
-        place: The first difference between the traces.
-        outputs: Differences of the outputs by name; empty if 16 bits run the same code as FP32.
-    """
-
-    batches: int = 0
-    failure: str | None = None
+    batches: int = 0  # number of batches run and compared
+    failure: str | None = None  # reason why a batch could not be run, if so
+    # whether the FP32 model could not be traced, so that the traces could not be compared
     untraced: bool = False
-    reads: tuple[SourceLine, ...] = ()
-    place: CodeDifference | None = None
+    reads: tuple[SourceLine, ...] = ()  # lines of the model's code that read a dtype in the differing trace
+    place: CodeDifference | None = None  # the first difference between the traces
+    # differences of the outputs by name; empty if 16 bits run the same code as FP32
     outputs: dict[str, OutputDifference] = field(default_factory=dict)
 
     def join(self, later: CodeRecord) -> None:
@@ -427,26 +382,19 @@ def _in_order(gaps: set[Gap]) -> list[Gap]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A site that breaks by its own fault, with intact inputs.
+    """A site that breaks by its own fault, with intact inputs."""
 
-    Attributes:
-        site: The site that breaks.
-        batch: Number of the first batch in which it breaks, from 0.
-        poisons: Sites that become inf or NaN because of it if nothing is repaired, in graph order.
-        fate: Whether inf or NaN reaches an output of the model, or is lost on the way.
-        hidden_at: Sites that read its inf or NaN and return finite values, in graph order.
-        hidden_sqnr_db: The worst accuracy at those sites; ``None`` if exact.
-        buffer: Name of the buffer that it leaves inf or NaN, if any.
-        input: Name and FP32 peak of an input of the model that it reads and the format cannot hold, if any.
-    """
-
-    site: SiteId
-    batch: int
+    site: SiteId  # the site that breaks
+    batch: int  # number of the first batch in which it breaks, from 0
+    # sites that become inf or NaN because of it if nothing is repaired, in graph order
     poisons: tuple[SiteId, ...]
+    # whether inf or NaN reaches an output of the model, or is lost on the way
     fate: Fate = "reaches the output"
+    # sites that read its inf or NaN and return finite values, in graph order
     hidden_at: tuple[SiteId, ...] = ()
-    hidden_sqnr_db: float | None = None
-    buffer: str | None = None
+    hidden_sqnr_db: float | None = None  # the worst accuracy at those sites; ``None`` if exact
+    buffer: str | None = None  # name of the buffer that it leaves inf or NaN, if any
+    # name and FP32 peak of an input of the model that it reads and the format cannot hold, if any
     input: tuple[str, float] | None = None
 
     @property
@@ -458,115 +406,84 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StateFault:
-    """A fault of the function that computes a step's inputs from the outputs of the previous step.
+    """A fault of the function that computes a step's inputs from the outputs of the previous step."""
 
-    Attributes:
-        name: Name of the input, which is finite in FP32 and not in 16 bits.
-        op: The first op that breaks; empty if unknown.
-        line: Its line in the function's code.
-        peak: Largest FP32 magnitude among the broken elements.
-        broken: Number of broken elements.
-        nan: Number of them that are NaN.
-        elements: Number of elements of the input.
-    """
-
-    name: str
-    op: str
-    line: SourceLine | None
-    peak: float
-    broken: int
-    nan: int
-    elements: int
+    name: str  # name of the input, which is finite in FP32 and not in 16 bits
+    op: str  # the first op that breaks; empty if unknown
+    line: SourceLine | None  # its line in the function's code
+    peak: float  # largest FP32 magnitude among the broken elements
+    broken: int  # number of broken elements
+    nan: int  # number of them that are NaN
+    elements: int  # number of elements of the input
 
 
 @dataclass(slots=True)
 class StepObservation:
-    """One step of one batch.
+    """One step of one batch."""
 
-    Attributes:
-        batch: Number of the batch, from 0.
-        step: Number of the step, from 1.
-        errors: Sums of squared errors and of FP32's squares after repairs, by output.
-        headroom_bits: Least headroom of the step's 16-bit values; negative if one overflows.
-        headroom_at: The site, or input, with the least headroom.
-        origins: Sites that break by their own fault.
-        faults: Faults of the function that computes the next inputs.
-        flipped: Next inputs, such as the chosen token, that would differ in the 16-bit run.
-        poisoned: Whether an earlier step's fault reaches an output if nothing is repaired.
-    """
-
-    batch: int
-    step: int
+    batch: int  # number of the batch, from 0
+    step: int  # number of the step, from 1
+    # sums of squared errors and of FP32's squares after repairs, by output
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # least headroom of the step's 16-bit values; negative if one overflows
     headroom_bits: float | None = None
-    headroom_at: str = ""
-    origins: tuple[SiteId, ...] = ()
+    headroom_at: str = ""  # the site, or input, with the least headroom
+    origins: tuple[SiteId, ...] = ()  # sites that break by their own fault
+    # faults of the function that computes the next inputs
     faults: list[StateFault] = field(default_factory=list)
+    # next inputs, such as the chosen token, that would differ in the 16-bit run
     flipped: list[str] = field(default_factory=list)
-    poisoned: bool = False
+    poisoned: bool = False  # whether an earlier step's fault reaches an output if nothing is repaired
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """The record of one audit run.
-
-    Attributes:
-        device: ``cpu`` or ``cuda``.
-        backend: ``emulated`` or ``native``.
-        batches: Number of batches run.
-        names: Names of the batches that have one, by number.
-        observations: Measurements by site; views share their source's.
-        origins: Independent origins, in graph order.
-        masks: Sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
-        by_design: Sites near the limit because they read a mask, harmless or not.
-        gaps: Parts that the run did not examine, one per site and kind.
-        chosen: Indices selected in stacks of matrices, such as experts, by name of the stack.
-        twins: Reason why the twin of an op was not checked, by op; empty if it agrees with the kernel.
-        seconds: Wall time per phase.
-        parts: Records of instruments, by their names.
-        outputs: Comparison of each output, without repairs, in its worst batch.
-        edited: Comparison of edited code in FP32 with the user's FP32 model, by output; empty without edits.
-        decisions: Choices of ops that turn floats into integers, booleans or whole numbers, by site.
-        buffers: Updates of buffers that stall, by name.
-        culprits: Ops at which the errors of inaccurate outputs enter.
-        code: Differences between the model's code in 16 bits and in FP32.
-        path: Values that the model's code reads, if it was traced along the path of its inputs.
-        steps: Observations of each step; empty without ``--steps``.
-        traces: Number of times the model was traced.
-        comparison: Comparison with the reference model of ``--against``.
-        fed_back: Description of the function that computes the inputs of a step.
-        given: Peaks of the batches' tensors, by graph number and placeholder, for measured rules.
-    """
+    """The record of one audit run."""
 
     # parts of an audit are sent as JSON, except the comparison with a reference model, which holds tensors
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         arbitrary_types_allowed=True, ser_json_inf_nan="constants"
     )
 
-    device: str
-    backend: str
-    batches: int = 0
-    names: dict[int, str] = field(default_factory=dict)
+    device: str  # ``cpu`` or ``cuda``
+    backend: str  # ``emulated`` or ``native``
+    batches: int = 0  # number of batches run
+    names: dict[int, str] = field(default_factory=dict)  # names of the batches that have one, by number
+    # measurements by site; views share their source's
     observations: dict[SiteId, Observation] = field(default_factory=dict)
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # independent origins, in graph order
+    # sites whose -inf is a saturated attention mask that a later softmax turns into zeros
     masks: _Sites = field(default_factory=set)
+    # sites near the limit because they read a mask, harmless or not
     by_design: _Sites = field(default_factory=set)
+    # parts that the run did not examine, one per site and kind
     gaps: Annotated[set[Gap], PlainSerializer(_in_order, return_type=list[Gap])] = field(default_factory=set)
+    # indices selected in stacks of matrices, such as experts, by name of the stack
     chosen: dict[str, _Numbers] = field(default_factory=dict)
+    # reason why the twin of an op was not checked, by op; empty if it agrees with the kernel
     twins: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # wall time per phase
+    # records of instruments, by their names
     parts: Annotated[dict[str, Any], ByInstrument("part")] = field(default_factory=dict)
+    # comparison of each output, without repairs, in its worst batch
     outputs: dict[str, OutputComparison] = field(default_factory=dict)
+    # comparison of edited code in FP32 with the user's FP32 model, by output; empty without edits
     edited: dict[str, OutputComparison] = field(default_factory=dict)
+    # choices of ops that turn floats into integers, booleans or whole numbers, by site
     decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
-    buffers: dict[str, BufferUpdate] = field(default_factory=dict)
+    buffers: dict[str, BufferUpdate] = field(default_factory=dict)  # updates of buffers that stall, by name
+    # ops at which the errors of inaccurate outputs enter
     culprits: list[Culprit] = field(default_factory=list)
+    # differences between the model's code in 16 bits and in FP32
     code: CodeRecord = field(default_factory=CodeRecord)
+    # values that the model's code reads, if it was traced along the path of its inputs
     path: PathRecord = field(default_factory=PathRecord)
+    # observations of each step; empty without ``--steps``
     steps: list[StepObservation] = field(default_factory=list)
-    traces: int = 0
-    comparison: ModelComparison | None = None
-    fed_back: str = ""
+    traces: int = 0  # number of times the model was traced
+    comparison: ModelComparison | None = None  # comparison with the reference model of ``--against``
+    fed_back: str = ""  # description of the function that computes the inputs of a step
+    # peaks of the batches' tensors, by graph number and placeholder, for measured rules
     given: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:

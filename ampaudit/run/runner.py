@@ -43,22 +43,19 @@ __all__ = ["BatchRun", "ExecutorCache", "Runner"]
 
 
 class Runner:
-    """Runs a model batch by batch and merges the results into one record.
-
-    Attributes:
-        executors: Executors of the model's graphs, with their sites.
-        record: Record of the current batch; at the end, of all batches.
-        recorders: Recorders that watch the runs besides the meters.
-    """
+    """Runs a model batch by batch and merges the results into one record."""
 
     def __init__(self, model: nn.Module, config: RunConfig, eager: EagerModel | None = None) -> None:
         self.config = config
+        # record of the current batch; at the end, of all batches
         self.record = record = RunRecord(device=config.device.type, backend="")
+        # executors of the model's graphs, with their sites
         self.executors = ExecutorCache(model, config, record)
         self._outputs: dict[str, OutputComparison] = {}  # of each output, in its worst batch so far
         self._worst: dict[str, Attribution] = {}  # to attribute the error in that batch
         self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}  # batches that other machines run
         record.backend = self.executors.backend.name
+        # recorders that watch the runs besides the meters
         self.recorders = tuple(make(config) for make in config.recorders)
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
         self._fp32 = Fp32Check(config, self._eager, record)
@@ -422,33 +419,19 @@ def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredV
 
 @dataclass(slots=True)
 class BatchRun:
-    """A batch that is ready to run, and what its runs have measured.
+    """A batch that is ready to run, and what its runs have measured."""
 
-    Attributes:
-        executor: Executor of its program.
-        tensors: Inputs of the FP32 run.
-        meter: Observer of the run without repairs.
-        batch: The batch.
-        number: Number of the call.
-        seed: Seed of its random numbers.
-        model: The user's model in the state before the batch.
-        carried: Inputs of the 16-bit run, and buffers, as earlier steps left them.
-        measured: Measurements of the last run.
-        faults: Faults of the run without repairs, once it is analyzed.
-        origins: Sites that broke by their own fault.
-    """
-
-    executor: LockStep
-    tensors: list[torch.Tensor]
-    meter: Meter
-    batch: Batch
-    number: int
-    seed: int
-    model: nn.Module
-    carried: CarriedState
-    measured: list[MeasuredValue] = field(default_factory=list)
-    faults: FaultPropagation | None = None
-    origins: tuple[SiteId, ...] = ()
+    executor: LockStep  # executor of its program
+    tensors: list[torch.Tensor]  # inputs of the FP32 run
+    meter: Meter  # observer of the run without repairs
+    batch: Batch  # the batch
+    number: int  # number of the call
+    seed: int  # seed of its random numbers
+    model: nn.Module  # the user's model in the state before the batch
+    carried: CarriedState  # inputs of the 16-bit run, and buffers, as earlier steps left them
+    measured: list[MeasuredValue] = field(default_factory=list)  # measurements of the last run
+    faults: FaultPropagation | None = None  # faults of the run without repairs, once it is analyzed
+    origins: tuple[SiteId, ...] = ()  # sites that broke by their own fault
 
 
 class ExecutorCache:
@@ -456,21 +439,15 @@ class ExecutorCache:
 
     Models that count their calls, or draw random numbers in Python, are traced for each batch, on a copy
     that goes through the same Python states as the user's model would.
-
-    Attributes:
-        model: The user's model, or its copy in the state before the next batch.
-        backend: Backend of all executors.
-        sites: Sites of all graphs, by id.
-        converted: Graphs that add sites or slices of parameters, or all graphs (``keep_graphs``).
-        programs: Programs traced for a policy with measured rules.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, record: RunRecord) -> None:
-        self.model = model
-        self.backend = config.backend or choose_backend(config.device)
-        self.sites: dict[str, Site] = {}
+        self.model = model  # the user's model, or its copy in the state before the next batch
+        self.backend = config.backend or choose_backend(config.device)  # backend of all executors
+        self.sites: dict[str, Site] = {}  # sites of all graphs, by id
+        # graphs that add sites or slices of parameters, or all graphs (``keep_graphs``)
         self.converted: list[ConvertedModel] = []
-        self.programs: list[Program] = []
+        self.programs: list[Program] = []  # programs traced for a policy with measured rules
         self._config = config
         self._record = record
         self._is_copy = False

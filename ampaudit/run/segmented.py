@@ -79,19 +79,15 @@ def run_segmented(
 
 @dataclass
 class _Segmented:
-    """The batches of one phase of an audit.
-
-    Attributes:
-        at: Number of the current batch.
-        done: Records under each policy of the batches that have ended.
-    """
+    """The batches of one phase of an audit."""
 
     model: nn.Module
     runners: Sequence[Runner]
     share: Share
     phase: str
     progress: Progress
-    at: int = 0
+    at: int = 0  # number of the current batch
+    # records under each policy of the batches that have ended
     done: dict[int, list[RunRecord]] = field(default_factory=dict)
     _ready: dict[Key, BatchRun] = field(default_factory=dict)
     _records: dict[Key, RunRecord] = field(default_factory=dict)

@@ -36,23 +36,14 @@ _PER_CUT = 1 << 16  # bytes that a cut has to save
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Groups of steps that run for every batch before the next segment begins.
+    """Groups of steps that run for every batch before the next segment begins."""
 
-    Attributes:
-        start: Index of its first group.
-        end: Index after its last group.
-        weights: Placeholders of the weights that it reads.
-        weight_bytes: Bytes of these weights as FP32 masters.
-        value_bytes: Peak of live bytes inside, for both runs of one batch, including copies of weights.
-        boundary_bytes: Live bytes at its end, for both runs of one batch.
-    """
-
-    start: int
-    end: int
-    weights: frozenset[str]
-    weight_bytes: int
-    value_bytes: int
-    boundary_bytes: int
+    start: int  # index of its first group
+    end: int  # index after its last group
+    weights: frozenset[str]  # placeholders of the weights that it reads
+    weight_bytes: int  # bytes of these weights as FP32 masters
+    value_bytes: int  # peak of live bytes inside, for both runs of one batch, including copies of weights
+    boundary_bytes: int  # live bytes at its end, for both runs of one batch
 
     @property
     def bytes(self) -> int:

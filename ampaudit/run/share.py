@@ -27,13 +27,9 @@ RepairMasks = Mapping[int, Mapping[int, frozenset[str]]]  # sites of masks by ba
 
 
 class Route:
-    """How batches pass through the segments of a program: within this process, or from one to the next.
+    """How batches pass through the segments of a program: within this process, or from one to the next."""
 
-    Attributes:
-        keeps: Whether states are saved after each segment.
-    """
-
-    keeps = False
+    keeps = False  # whether states are saved after each segment
 
     @property
     def ends(self) -> bool:
@@ -76,19 +72,12 @@ HERE = Route()
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The error that ended a run, as data.
+    """The error that ended a run, as data."""
 
-    Attributes:
-        batch: Number of the batch that could not be audited.
-        kind: Name of the error's class.
-        message: Its message.
-        hint: Its hint.
-    """
-
-    batch: int
-    kind: str
-    message: str
-    hint: str
+    batch: int  # number of the batch that could not be audited
+    kind: str  # name of the error's class
+    message: str  # its message
+    hint: str  # its hint
 
     @classmethod
     def of(cls, batch: int, error: AuditError) -> Failure:
@@ -103,15 +92,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class PartRecords:
-    """The records of one machine's pass over its batches.
+    """The records of one machine's pass over its batches."""
 
-    Attributes:
-        records: Record under each policy, by number of the batch.
-        failure: Error that ended the pass, if any.
-    """
-
-    records: dict[int, list[RunRecord]]
-    failure: Failure | None = None
+    records: dict[int, list[RunRecord]]  # record under each policy, by number of the batch
+    failure: Failure | None = None  # error that ended the pass, if any
 
 
 BatchNumbers = dict[int, list[float]]  # results of each batch, by its number
@@ -122,17 +106,11 @@ class PartDone(Exception):
 
 
 class Share:
-    """The batches that this machine runs (by default all), and how records of all machines are joined.
+    """The batches that this machine runs (by default all), and how records of all machines are joined."""
 
-    Attributes:
-        alone: Whether records are joined as they arrive, and errors are raised immediately.
-        route: Route through the segments that this machine runs.
-        follows: Whether another machine tells this one what to run.
-    """
-
-    alone = False
-    route: Route = HERE
-    follows = False
+    alone = False  # whether records are joined as they arrive, and errors are raised immediately
+    route: Route = HERE  # route through the segments that this machine runs
+    follows = False  # whether another machine tells this one what to run
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this machine runs a batch in a phase."""

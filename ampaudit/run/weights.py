@@ -18,27 +18,16 @@ __all__ = ["WeightRange", "weight_ranges"]
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """One weight in FP32 and in 16 bits; counts are exact.
+    """One weight in FP32 and in 16 bits; counts are exact."""
 
-    Attributes:
-        name: Path of the weight.
-        parameter: Whether it is a parameter, rather than a buffer or constant.
-        elements: Number of elements.
-        peak: Largest finite magnitude.
-        nonzero: Number of elements that are not zero in FP32.
-        overflow: Number of finite elements that become infinite.
-        vanish: Number of elements that become zero.
-        subnormal: Number of elements that become subnormal and so lose precision.
-    """
-
-    name: str
-    parameter: bool
-    elements: int
-    peak: float
-    nonzero: int = 0
-    overflow: int = 0
-    vanish: int = 0
-    subnormal: int = 0
+    name: str  # path of the weight
+    parameter: bool  # whether it is a parameter, rather than a buffer or constant
+    elements: int  # number of elements
+    peak: float  # largest finite magnitude
+    nonzero: int = 0  # number of elements that are not zero in FP32
+    overflow: int = 0  # number of finite elements that become infinite
+    vanish: int = 0  # number of elements that become zero
+    subnormal: int = 0  # number of elements that become subnormal and so lose precision
 
 
 def weight_ranges(converted: ConvertedModel, peaks: dict[str, float]) -> tuple[WeightRange, ...]:
