@@ -115,22 +115,17 @@ def advised(
 
 @dataclass(frozen=True, slots=True)
 class _Advisor:
-    """Tries changes for one finding after the other.
-
-    Attributes:
-        before: Sites of the errors without a change.
-        errors: Number of errors without a change.
-        exemptions: Exemption that removes a finding, by the finding's site.
-        rescales: Attempts to rescale weights, by code: one that fixes a stream fixes all errors on it.
-        streams: For the weights of each stream that a limit acts on, the trial to rescale it, and the sites
-            of the errors that remain.
-    """
+    """Tries changes for one finding after the other."""
 
     attempts: Attempts
-    before: frozenset[SiteId]
-    errors: int
+    before: frozenset[SiteId]  # sites of the errors without a change
+    errors: int  # number of errors without a change
+    # exemption that removes a finding, by the finding's site
     exemptions: dict[SiteId, Exemption] = field(default_factory=dict)
+    # attempts to rescale weights, by code: one that fixes a stream fixes all errors on it
     rescales: dict[str, Attempt | None] = field(default_factory=dict)
+    # for the weights of each stream that a limit acts on, the trial to rescale it, and the sites of the
+    # errors that remain
     streams: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:

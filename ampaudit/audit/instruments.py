@@ -19,16 +19,12 @@ __all__ = ["Measuring", "checks_for"]
 
 
 class Measuring(Protocol):
-    """The measuring half of an instrument.
+    """The measuring half of an instrument."""
 
-    Attributes:
-        part: Type of the part, if any, that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts
-            are sent between processes as JSON; their method ``joined`` adds the part of later batches.
-        checks: Checks of the measurements.
-    """
-
+    # type of the part, if any, that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts are sent
+    # between processes as JSON; their method ``joined`` adds the part of later batches
     part: ClassVar[type | None] = None
-    checks: ClassVar[Sequence[Check]] = ()
+    checks: ClassVar[Sequence[Check]] = ()  # checks of the measurements
 
     def prepared(self, source: ModelSource, options: Any) -> ModelSource:
         """Return the model and batches to run; ``options`` has the fields of the instrument."""

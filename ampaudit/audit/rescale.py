@@ -24,18 +24,12 @@ _STREAMS = 8  # each costs an audit
 
 @dataclass(frozen=True, slots=True)
 class RescaledModel:
-    """A model whose streams were rescaled.
+    """A model whose streams were rescaled."""
 
-    Attributes:
-        source: The changed model.
-        audited: Audit of the changed model.
-        changes: Changes of weights and eps.
-        refused: Reason why a site whose value leaves the range could not be rescaled, by site.
-    """
-
-    source: ModelSource
-    audited: Audited
-    changes: tuple[ResidualRescale, ...]
+    source: ModelSource  # the changed model
+    audited: Audited  # audit of the changed model
+    changes: tuple[ResidualRescale, ...]  # changes of weights and eps
+    # reason why a site whose value leaves the range could not be rescaled, by site
     refused: dict[SiteId, str]
 
 

@@ -43,10 +43,6 @@ class OptimizerMonitor:
     """Record scales, skipped steps and losses, and on every k-th step gradients, updates and states.
 
     A step ends when the optimizer steps or the scaler skips it. Numbers stay on the device until ``health``.
-
-    Attributes:
-        storage: Dtype of the optimizer's parameters.
-        losses: Losses by step.
     """
 
     def __init__(
@@ -63,8 +59,8 @@ class OptimizerMonitor:
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
         self._find_parameters()
-        self.storage = dtype_name(self._parameters[0].dtype)
-        self.losses = LossBook()
+        self.storage = dtype_name(self._parameters[0].dtype)  # dtype of the optimizer's parameters
+        self.losses = LossBook()  # losses by step
         self._meter = StepMeter(self._names, self._parameters, low)
         self._watched: list[int] = []
         self._scales: list[float | torch.Tensor] = []
@@ -596,14 +592,11 @@ class LoopFormat:
     """The format of a loop: the caller's, that of the parameters, or that of autocast.
 
     Autocast is detected in the forward passes before the first measured step; the default is float16.
-
-    Attributes:
-        form: Number format.
-        reason: Source of the format, as it follows the format's name; empty if the user chose it.
     """
 
     def __init__(self, model: nn.Module, dtype: Dtype | None, reason: str = "") -> None:
         self.form: NumberFormat = FLOAT16
+        # source of the format, as it follows the format's name; empty if the user chose it
         self.reason = "by default: the loop has neither 16-bit parameters nor autocast"
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         sizes = dict.fromkeys(LOW_PRECISION_DTYPES, 0)

@@ -38,19 +38,12 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """The content of the SVG and the matplotlib chart.
+    """The content of the SVG and the matplotlib chart."""
 
-    Attributes:
-        predicted: Points of the frontier with their predicted accuracy.
-        measured: Points of the frontier with their measured accuracy.
-        named: Everything in 16 bits and the chosen point, with their styles.
-        target: Required accuracy; ``None`` without one.
-    """
-
-    predicted: tuple[_Mark, ...]
-    measured: tuple[_Mark, ...]
-    named: tuple[tuple[str, _Mark], ...]
-    target: float | None
+    predicted: tuple[_Mark, ...]  # points of the frontier with their predicted accuracy
+    measured: tuple[_Mark, ...]  # points of the frontier with their measured accuracy
+    named: tuple[tuple[str, _Mark], ...]  # everything in 16 bits and the chosen point, with their styles
+    target: float | None  # required accuracy; ``None`` without one
 
     @property
     def line(self) -> list[_Mark]:

@@ -39,17 +39,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The result of a run under a change.
+    """The result of a run under a change."""
 
-    Attributes:
-        context: Results of the run.
-        errors: Remaining errors, without suppressed ones.
-        keeps: Whether the change preserves the model's function, as far as the run shows.
-    """
-
-    context: CheckContext
-    errors: tuple[Finding, ...]
-    keeps: bool
+    context: CheckContext  # results of the run
+    errors: tuple[Finding, ...]  # remaining errors, without suppressed ones
+    keeps: bool  # whether the change preserves the model's function, as far as the run shows
 
     @property
     def cures(self) -> bool:
@@ -59,17 +53,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Runs one model under changes.
-
-    Attributes:
-        hiding: Suppressions of the scan; suppressed errors do not count.
-    """
+    """Runs one model under changes."""
 
     subject: AdviceContext
     source: ModelSource
     run_config: RunConfig
     config: ScanConfig
-    hiding: tuple[Suppression, ...]
+    hiding: tuple[Suppression, ...]  # suppressions of the scan; suppressed errors do not count
     on_progress: Progress = silent
 
     def run(self, proposal: Proposal) -> Attempt | None:

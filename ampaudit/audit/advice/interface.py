@@ -31,67 +31,40 @@ class AdviceContext:
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """A rewrite of source code on one line.
+    """A rewrite of source code on one line."""
 
-    Attributes:
-        pattern: Kind of code to rewrite.
-        line: Line to change.
-        second: For ``scale``, the line that scales the product; for a limit, the line of the value beyond
-            the format.
-        old: For ``number``, the number to replace.
-        new: Replacement code; empty for ``torch.finfo(x.dtype).min`` or ``.max``.
-        held: Whether the tensor that the number is used with has the 16-bit dtype.
-    """
-
-    pattern: RewriteKind
-    line: SourceLine
+    pattern: RewriteKind  # kind of code to rewrite
+    line: SourceLine  # line to change
+    # for ``scale``, the line that scales the product; for a limit, the line of the value beyond the format
     second: SourceLine | None = None
-    old: float = 0.0
-    new: str = ""
-    held: bool = False
+    old: float = 0.0  # for ``number``, the number to replace
+    new: str = ""  # replacement code; empty for ``torch.finfo(x.dtype).min`` or ``.max``
+    held: bool = False  # whether the tensor that the number is used with has the 16-bit dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Exemption:
-    """Ops to keep in float32 because of a finding.
+    """Ops to keep in float32 because of a finding."""
 
-    Attributes:
-        sites: Sites of the ops.
-        why: Reason to state in the rule.
-        weight: Name of a parameter to keep together with all ops that use it; empty for none.
-    """
-
-    sites: tuple[SiteId, ...]
-    why: str
-    weight: str = ""
+    sites: tuple[SiteId, ...]  # sites of the ops
+    why: str  # reason to state in the rule
+    weight: str = ""  # name of a parameter to keep together with all ops that use it; empty for none
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One change to try.
+    """One change to try."""
 
-    Attributes:
-        kind: ``rewrite`` of the code, ``rescale`` of weights, ``rule`` of the policy, or another ``dtype``.
-        change: Description in one line.
-        paste: Text to copy: a rule, a line of code, or an option.
-        rules: Changed policy, if any.
-        edits: Ops to trace in another form.
-        model: Model with changed weights, if any.
-        confirmed: Returns whether the graph of ``model`` is as intended.
-        dtype: Another 16-bit format.
-        source: Equivalent of ``edits`` in the source code, if its line is known.
-        by_dtype: Whether the suggested code depends on the dtype, so that FP32 gets another number.
-        exemptions: Ops and weights that the rules keep in float32.
-    """
-
+    # ``rewrite`` of the code, ``rescale`` of weights, ``rule`` of the policy, or another ``dtype``
     kind: TrialKind
-    change: str
-    paste: str
-    rules: RuleSet | None = None
-    edits: Mapping[SiteId, Edit] = field(default_factory=dict)
-    model: nn.Module | None = None
-    confirmed: Callable[[Flow], bool] | None = None
-    dtype: str | None = None
-    source: LineChange | None = None
+    change: str  # description in one line
+    paste: str  # text to copy: a rule, a line of code, or an option
+    rules: RuleSet | None = None  # changed policy, if any
+    edits: Mapping[SiteId, Edit] = field(default_factory=dict)  # ops to trace in another form
+    model: nn.Module | None = None  # model with changed weights, if any
+    confirmed: Callable[[Flow], bool] | None = None  # returns whether the graph of ``model`` is as intended
+    dtype: str | None = None  # another 16-bit format
+    source: LineChange | None = None  # equivalent of ``edits`` in the source code, if its line is known
+    # whether the suggested code depends on the dtype, so that FP32 gets another number
     by_dtype: bool = False
-    exemptions: tuple[Exemption, ...] = ()
+    exemptions: tuple[Exemption, ...] = ()  # ops and weights that the rules keep in float32

@@ -41,21 +41,13 @@ _EXACT_DB = 80.0
 
 @dataclass(frozen=True, slots=True)
 class ResidualRescale:
-    """A change of weights and eps that makes a stream of values 2^-bits times as large.
+    """A change of weights and eps that makes a stream of values 2^-bits times as large."""
 
-    Attributes:
-        bits: Bits by which the stream shrinks.
-        weights: Exponent of the power of two to multiply each weight by, by name.
-        attributes: Number attributes of modules that change as well.
-        stream: The proved stream.
-        loss_db: Accuracy in dB that the 16-bit copies of the weights lose.
-    """
-
-    bits: int
-    weights: Mapping[str, int]
-    attributes: tuple[AttributeChange, ...]
-    stream: Stream
-    loss_db: float
+    bits: int  # bits by which the stream shrinks
+    weights: Mapping[str, int]  # exponent of the power of two to multiply each weight by, by name
+    attributes: tuple[AttributeChange, ...]  # number attributes of modules that change as well
+    stream: Stream  # the proved stream
+    loss_db: float  # accuracy in dB that the 16-bit copies of the weights lose
 
     @property
     def change(self) -> str:

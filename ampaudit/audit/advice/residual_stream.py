@@ -77,25 +77,16 @@ class Needed(Exception):
 
 @dataclass(slots=True)
 class ScaledCall:
-    """One op of the graph, with the degrees of its operands.
+    """One op of the graph, with the degrees of its operands."""
 
-    Attributes:
-        node: Node of the op.
-        name: Name of the op in refusals.
-        degrees: Degrees of the nodes before it.
-        limit: Largest number of the 16-bit format.
-        numbers: For each Python number that scales, such as an eps, its degree, by argument.
-        clamps: Whether the op limits scaled values at the format's range.
-        arguments: Arguments by name.
-    """
-
-    node: fx.Node
-    name: str
-    degrees: Mapping[fx.Node, Degree]
-    limit: float
+    node: fx.Node  # node of the op
+    name: str  # name of the op in refusals
+    degrees: Mapping[fx.Node, Degree]  # degrees of the nodes before it
+    limit: float  # largest number of the 16-bit format
+    # for each Python number that scales, such as an eps, its degree, by argument
     numbers: dict[str, int] = field(default_factory=dict)
-    clamps: bool = False
-    arguments: dict[str, Any] = field(init=False)
+    clamps: bool = False  # whether the op limits scaled values at the format's range
+    arguments: dict[str, Any] = field(init=False)  # arguments by name
 
     def __post_init__(self) -> None:
         op = overload_of(self.node.target)
@@ -158,36 +149,23 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream of values and what scales with it.
+    """A stream of values and what scales with it."""
 
-    Attributes:
-        degrees: Degree of every value that scales; 1 for the stream itself.
-        weights: Degrees of the weights that scale, by name; one name for tied weights.
-        numbers: Degrees of the Python numbers that scale, by node and argument.
-        clamps: Ops that limit the stream at the format's range.
-    """
-
-    degrees: Mapping[fx.Node, int]
-    weights: Mapping[str, int]
+    degrees: Mapping[fx.Node, int]  # degree of every value that scales; 1 for the stream itself
+    weights: Mapping[str, int]  # degrees of the weights that scale, by name; one name for tied weights
+    # degrees of the Python numbers that scale, by node and argument
     numbers: Mapping[tuple[fx.Node, str], int]
-    clamps: tuple[fx.Node, ...]
+    clamps: tuple[fx.Node, ...]  # ops that limit the stream at the format's range
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """A number attribute of a module that is multiplied by a power of two.
+    """A number attribute of a module that is multiplied by a power of two."""
 
-    Attributes:
-        module: Path of the module.
-        name: Name of the attribute.
-        old: Value before the change; the default of the dtype if the module has ``None``.
-        new: Value after the change.
-    """
-
-    module: str
-    name: str
-    old: float
-    new: float
+    module: str  # path of the module
+    name: str  # name of the attribute
+    old: float  # value before the change; the default of the dtype if the module has ``None``
+    new: float  # value after the change
 
 
 def find_stream(flow: Flow, site: Site, limit: float) -> Stream:

@@ -49,31 +49,19 @@ HANDS_ON = (Role.VIEW, Role.SELECT)
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Everything that a check may read.
+    """Everything that a check may read."""
 
-    Attributes:
-        sites: All sites in graph order.
-        record: Record of the run.
-        flow: Producers and readers of each value.
-        number_format: The 16-bit format of the run.
-        constants: Sites that no parameter and no floating-point input reaches: masks, positions, tables.
-        weights: Ranges of the weights that are stored in 16 bits.
-        weights_read: Names of the weights that each site reads directly.
-        config: Options of the scan.
-        contract: Assumptions about kernels.
-        bounds: Proved bounds, if requested.
-    """
-
-    sites: tuple[Site, ...]
-    record: RunRecord
-    flow: Flow
-    number_format: NumberFormat
+    sites: tuple[Site, ...]  # all sites in graph order
+    record: RunRecord  # record of the run
+    flow: Flow  # producers and readers of each value
+    number_format: NumberFormat  # the 16-bit format of the run
+    # sites that no parameter and no floating-point input reaches: masks, positions, tables
     constants: frozenset[SiteId]
-    weights: tuple[WeightRange, ...]
-    weights_read: dict[SiteId, tuple[str, ...]]
-    config: ScanConfig
-    contract: Contract
-    bounds: BoundTable | None = None
+    weights: tuple[WeightRange, ...]  # ranges of the weights that are stored in 16 bits
+    weights_read: dict[SiteId, tuple[str, ...]]  # names of the weights that each site reads directly
+    config: ScanConfig  # options of the scan
+    contract: Contract  # assumptions about kernels
+    bounds: BoundTable | None = None  # proved bounds, if requested
 
     def step_of(self, call: int) -> int | None:
         """Return the step number of a call; ``None`` for an audit of single calls."""
@@ -225,17 +213,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A named reason for an origin.
+    """A named reason for an origin."""
 
-    Attributes:
-        code: Code of its page.
-        advice: The code to write instead.
-        applies: Function that returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if
-            it is not.
-    """
-
-    code: str
-    advice: str
+    code: str  # code of its page
+    advice: str  # the code to write instead
+    # function that returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not
     applies: Callable[[CheckContext, Site], str | None]
 
 

@@ -26,19 +26,12 @@ _NEVER = ("AMP990", UNUSED)
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """A rule that suppresses findings.
+    """A rule that suppresses findings."""
 
-    Attributes:
-        codes: Check codes; empty for all.
-        layer: Glob over layer paths; ``None`` for all.
-        line: Source line with the comment; ``None`` for an option.
-        text: Name in reports.
-    """
-
-    codes: tuple[str, ...]
-    layer: str | None
-    line: SourceLine | None
-    text: str
+    codes: tuple[str, ...]  # check codes; empty for all
+    layer: str | None  # glob over layer paths; ``None`` for all
+    line: SourceLine | None  # source line with the comment; ``None`` for an option
+    text: str  # name in reports
 
     def hides(self, finding: Finding) -> bool:
         """Return whether a finding is suppressed; crashes and unused suppressions cannot be."""

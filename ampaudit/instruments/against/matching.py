@@ -58,10 +58,6 @@ class Matching:
 
     ``inputs`` are pairs of input placeholders, the audited one first; values agree up to the relative
     ``tolerance``.
-
-    Attributes:
-        partner: Partners of the audited ops.
-        agreeing: Nodes of the audited graph, including views, with a value that occurs in the reference.
     """
 
     def __init__(
@@ -75,11 +71,12 @@ class Matching:
         self.reference = reference
         self.audited = audited
         self.tolerance = tolerance
-        self.partner: dict[Op, Op] = {}
+        self.partner: dict[Op, Op] = {}  # partners of the audited ops
         self._matched: set[Op] = set()
         self._same = dict(inputs) | {node: match.other for node, match in weights.items()}
         self._index = _Index(reference, tolerance)
         self._equal: dict[fx.Node, list[fx.Node]] = {}
+        # nodes of the audited graph, including views, with a value that occurs in the reference
         self.agreeing = {node for node in audited.values if self._matches(node)}
         self._names = {op.name: op for op in reference.ops.values()}
         self._by_value()
@@ -268,19 +265,12 @@ def _typical(samples: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MatchedWeight:
-    """A weight of the audited model and its counterpart.
+    """A weight of the audited model and its counterpart."""
 
-    Attributes:
-        other: Placeholder of the reference.
-        transposed: Whether it is stored transposed.
-        what: Difference beyond rounding; empty if there is none.
-        clamped: Whether only numbers beyond the format differ, and are large as well, as in masks.
-    """
-
-    other: fx.Node
-    transposed: bool = False
-    what: str = ""
-    clamped: bool = False
+    other: fx.Node  # placeholder of the reference
+    transposed: bool = False  # whether it is stored transposed
+    what: str = ""  # difference beyond rounding; empty if there is none
+    clamped: bool = False  # whether only numbers beyond the format differ, and are large as well, as in masks
 
 
 def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.Node, MatchedWeight]:
@@ -373,20 +363,14 @@ class _Content:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """An op that computes or selects values; views and casts are not ops of their own.
+    """An op that computes or selects values; views and casts are not ops of their own."""
 
-    Attributes:
-        place: Position in the graph's order.
-        operands: Nodes that it reads.
-        sources: The op or placeholder that computed the values of each operand.
-    """
-
-    place: int
+    place: int  # position in the graph's order
     node: fx.Node
     site: Site
     base: str
-    operands: tuple[fx.Node, ...]
-    sources: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]  # nodes that it reads
+    sources: tuple[fx.Node, ...]  # the op or placeholder that computed the values of each operand
 
     @property
     def name(self) -> tuple[str, str]:
@@ -477,15 +461,12 @@ def _base(node: fx.Node) -> str:
 
 
 class Values(Observer):
-    """Samples elements of every tensor of a run, at positions that do not depend on its shape.
-
-    Attributes:
-        kept: Number of elements and a sample of them, by node.
-    """
+    """Samples elements of every tensor of a run, at positions that do not depend on its shape."""
 
     __slots__ = ("kept",)
 
     def __init__(self, executor: LockStep, inputs: list[torch.Tensor]) -> None:
+        # number of elements and a sample of them, by node
         self.kept: dict[fx.Node, tuple[int, torch.Tensor]] = {}
         remaining = iter(inputs)
         for node in executor.program.inputs:

@@ -190,14 +190,10 @@ def gradient_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None,
 
 
 class GradientNames:
-    """Maps nodes to the names of their gradients in the record: a site or a parameter.
-
-    Attributes:
-        sites: Sites by name of their node.
-    """
+    """Maps nodes to the names of their gradients in the record: a site or a parameter."""
 
     def __init__(self, sites: dict[str, Site], placeholders: Sequence[Placeholder]) -> None:
-        self.sites = sites
+        self.sites = sites  # sites by name of their node
         self._parameters = {place.node: place.name for place in placeholders}
 
     def of(self, node: fx.Node) -> Name | None:
@@ -277,22 +273,15 @@ class RepairingObserver(GradientObserver):
     from a repaired one is replaced whole in the same way, so that later gradients are audited as if the fault
     had not happened. The op that computed a wrong share is the origin, unless its own gradient has exceeded
     the format since a repair.
-
-    Attributes:
-        inner: Observer of the repaired gradients.
-        names: Names of gradients in the record.
-        represent: Function that represents a gradient of a node in the 16-bit run.
-        limit: Largest number of the format.
-        batch: Number of the batch.
-        origins: Origins in the order of the backward pass.
     """
 
-    inner: MeasuringObserver
-    names: GradientNames
+    inner: MeasuringObserver  # observer of the repaired gradients
+    names: GradientNames  # names of gradients in the record
+    # function that represents a gradient of a node in the 16-bit run
     represent: Callable[[torch.Tensor, fx.Node], torch.Tensor]
-    limit: float
-    batch: int
-    origins: list[GradientOrigin] = field(default_factory=list)
+    limit: float  # largest number of the format
+    batch: int  # number of the batch
+    origins: list[GradientOrigin] = field(default_factory=list)  # origins in the order of the backward pass
     _beyond: set[fx.Node] = field(default_factory=set)
     _followed: set[fx.Node] = field(default_factory=set)
     _counted: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # elements that broke in some share
@@ -427,9 +416,6 @@ class GradientMeter:
     """Measures pairs of gradients. On a GPU, measurements stay on the device until ``finish``.
 
     Exponents are counted without the loss scale.
-
-    Attributes:
-        unpaired: Sites whose gradients differ in size between FP32 and 16 bits, in order.
     """
 
     def __init__(self, scale: float) -> None:
@@ -443,6 +429,7 @@ class GradientMeter:
         self._cancelled: set[Name] = set()
         self._wrong: dict[Name, tuple[int, int]] = {}
         self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
+        # sites whose gradients differ in size between FP32 and 16 bits, in order
         self.unpaired: dict[str, None] = {}
 
     def add(

@@ -61,15 +61,12 @@ class GradientShare:
 
 
 class CustomBackwards:
-    """All custom backwards of a program.
-
-    Attributes:
-        untraced: For each that does not run as steps, the reason and what happens instead.
-    """
+    """All custom backwards of a program."""
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
         self.backwards = {custom.number: custom for custom in program.traced.custom_backwards}
+        # for each that does not run as steps, the reason and what happens instead
         self.untraced: dict[int, tuple[str, str]] = {}
         self.executors = {
             number: LockStep(
@@ -81,16 +78,13 @@ class CustomBackwards:
 
 
 class CustomBackwardRun:
-    """Runs the custom backwards along one tape as gradients arrive.
-
-    Attributes:
-        hooks: Hooks of each node's gradient, in order: the step that marks it, and its number.
-    """
+    """Runs the custom backwards along one tape as gradients arrive."""
 
     def __init__(self, backwards: CustomBackwards, tape: Tape) -> None:
         self._all = backwards
         self._shared: dict[str, Pair] = {}  # computed by one backward and read by another
         self._marks: dict[tuple[Any, int], TapeEntry] = {}
+        # hooks of each node's gradient, in order: the step that marks it, and its number
         self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
         for entry in tape.marks:
             node = entry.step.node
@@ -274,21 +268,14 @@ class Gradients:
 
 @dataclass
 class BackwardPass:
-    """The backward pass through one tape.
+    """The backward pass through one tape."""
 
-    Attributes:
-        tape: Tape of the run.
-        dtypes: Dtypes of each node's outputs in the converted model.
-        backend: Backend of the 16-bit run.
-        customs: Custom backwards along the tape.
-        reference: Backend of FP32's run.
-    """
-
-    tape: Tape
+    tape: Tape  # tape of the run
+    # dtypes of each node's outputs in the converted model
     dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]]
-    backend: Backend
-    customs: CustomBackwards
-    reference: Backend = field(default_factory=Float32Backend)
+    backend: Backend  # backend of the 16-bit run
+    customs: CustomBackwards  # custom backwards along the tape
+    reference: Backend = field(default_factory=Float32Backend)  # backend of FP32's run
 
     def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
         """Run from outputs with known gradients (a loss: the loss scale) to the parameters."""

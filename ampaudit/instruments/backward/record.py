@@ -36,26 +36,17 @@ _SEARCHED = range(-40, 65)
 
 @dataclass(slots=True)
 class GradientStats:
-    """Statistics of one gradient, summed over batches: of a site's output or a parameter.
+    """Statistics of one gradient, summed over batches: of a site's output or a parameter."""
 
-    Attributes:
-        low_precision: Whether it is stored in 16 bits.
-        values: Peaks, counts and errors of the scaled gradient, as for a value.
-        nonzero: Number of elements that are not zero in FP32.
-        flushed: Number of these that are zero in 16 bits.
-        exponents: Counts of FP32's nonzero magnitudes g, without the loss scale, by the e of
-            2^e < g <= 2^(e+1).
-        peak: FP32's largest magnitude, without the loss scale.
-        cancelled: Whether it is a sum over a batch that cancels in FP32 up to rounding errors.
-    """
-
-    low_precision: bool = False
+    low_precision: bool = False  # whether it is stored in 16 bits
+    # peaks, counts and errors of the scaled gradient, as for a value
     values: Observation = field(default_factory=Observation)
-    nonzero: int = 0
-    flushed: int = 0
+    nonzero: int = 0  # number of elements that are not zero in FP32
+    flushed: int = 0  # number of these that are zero in 16 bits
+    # counts of FP32's nonzero magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1)
     exponents: Annotated[Counter[int], *AS_RUN] = field(default_factory=Counter)
-    peak: float = 0.0
-    cancelled: bool = False
+    peak: float = 0.0  # FP32's largest magnitude, without the loss scale
+    cancelled: bool = False  # whether it is a sum over a batch that cancels in FP32 up to rounding errors
 
     def join(self, later: GradientStats) -> None:
         """Add the gradients of later batches."""
@@ -74,79 +65,50 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True)
 class GradientOrigin:
-    """An op whose backward computed inf or NaN from finite gradients and values.
+    """An op whose backward computed inf or NaN from finite gradients and values."""
 
-    Attributes:
-        site: The op; of several that share a value, the one at which their sum broke.
-        value: The site whose output has this gradient, or the parameter's name.
-        is_parameter: Whether ``value`` is a parameter's name.
-        batch: Number of the first batch in which it broke, from 0.
-        custom: The custom backward or hook that broke, such as ``Scale.backward``; empty for torch's.
-        op: The op in the custom backward, if known.
-        source: Line of that op, or definition of the custom backward.
-    """
-
-    site: SiteId
-    value: str
-    is_parameter: bool
-    batch: int
-    custom: str = ""
-    op: str = ""
-    source: SourceLine | None = None
+    site: SiteId  # the op; of several that share a value, the one at which their sum broke
+    value: str  # the site whose output has this gradient, or the parameter's name
+    is_parameter: bool  # whether ``value`` is a parameter's name
+    batch: int  # number of the first batch in which it broke, from 0
+    custom: str = ""  # the custom backward or hook that broke, such as ``Scale.backward``; empty for torch's
+    op: str = ""  # the op in the custom backward, if known
+    source: SourceLine | None = None  # line of that op, or definition of the custom backward
 
 
 @dataclass(frozen=True, slots=True)
 class UntracedBackward:
-    """A custom backward or hook that could not be traced.
+    """A custom backward or hook that could not be traced."""
 
-    Attributes:
-        site: Site of the output whose gradient it takes.
-        name: Name, such as ``Scale.backward``.
-        reason: Why it could not be traced.
-        source: Line that stopped the trace, or definition.
-        instead: ``as a whole`` if it was called, ``left out`` for a hook; empty if gradients stop there.
-    """
-
-    site: SiteId
-    name: str
-    reason: str
-    source: SourceLine | None
-    instead: str
+    site: SiteId  # site of the output whose gradient it takes
+    name: str  # name, such as ``Scale.backward``
+    reason: str  # why it could not be traced
+    source: SourceLine | None  # line that stopped the trace, or definition
+    instead: str  # ``as a whole`` if it was called, ``left out`` for a hook; empty if gradients stop there
 
 
 @dataclass(slots=True)
 class GradientRecord:
-    """The gradients of one audit.
+    """The gradients of one audit."""
 
-    Attributes:
-        scale: The loss scale.
-        dynamic: Whether training lowers the scale when gradients overflow.
-        scale_from: Source of the scale.
-        least: Lower limit of a dynamic scale.
-        sites: Gradients of sites' outputs.
-        parameters: Gradients of parameters, by name, in the dtype in which they are stored.
-        origins: Ops whose backward broke a gradient, in the order of the backward pass.
-        losses: For each batch, the loss in FP32, in 16 bits, and in 16 bits with all faults of the forward
-            pass repaired; without the scale.
-        frozen: Parameters that do not require a gradient.
-        trainable: Parameters that require a gradient, with the first name of each tied one.
-        behind: Parameters behind a custom backward that could not run.
-        notes: Deviations from training.
-        untraced: Custom backwards that could not be traced.
-    """
-
-    scale: float
-    dynamic: bool = True
-    scale_from: str = ""
-    least: float = 0.0
-    sites: dict[SiteId, GradientStats] = field(default_factory=dict)
+    scale: float  # the loss scale
+    dynamic: bool = True  # whether training lowers the scale when gradients overflow
+    scale_from: str = ""  # source of the scale
+    least: float = 0.0  # lower limit of a dynamic scale
+    sites: dict[SiteId, GradientStats] = field(default_factory=dict)  # gradients of sites' outputs
+    # gradients of parameters, by name, in the dtype in which they are stored
     parameters: dict[str, GradientStats] = field(default_factory=dict)
+    # ops whose backward broke a gradient, in the order of the backward pass
     origins: list[GradientOrigin] = field(default_factory=list)
+    # for each batch, the loss in FP32, in 16 bits, and in 16 bits with all faults of the forward pass
+    # repaired; without the scale
     losses: list[tuple[float, float, float]] = field(default_factory=list)
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # parameters that do not require a gradient
+    # parameters that require a gradient, with the first name of each tied one
     trainable: dict[str, str] = field(default_factory=dict)
-    behind: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    behind: set[str] = field(default_factory=set)  # parameters behind a custom backward that could not run
+    notes: list[str] = field(default_factory=list)  # deviations from training
+    # custom backwards that could not be traced
     untraced: list[UntracedBackward] = field(default_factory=list)
 
     @property

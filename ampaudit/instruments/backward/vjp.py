@@ -207,18 +207,12 @@ FORMULAS: dict[str, Formula] = {
 
 @dataclass(frozen=True, slots=True)
 class TapeEntry:
-    """One step with the arguments of its call.
-
-    Attributes:
-        inputs: Pairs of operands, by node.
-        computed_once: Whether both runs made the same call on the same tensors.
-        state: Random state before the call, if it draws random numbers.
-    """
+    """One step with the arguments of its call."""
 
     step: Step
-    inputs: dict[fx.Node, Pair]
-    computed_once: bool
-    state: torch.Tensor | None
+    inputs: dict[fx.Node, Pair]  # pairs of operands, by node
+    computed_once: bool  # whether both runs made the same call on the same tensors
+    state: torch.Tensor | None  # random state before the call, if it draws random numbers
 
 
 class Tape(WrappedObserver):
@@ -226,16 +220,12 @@ class Tape(WrappedObserver):
 
     Values are not copied, since a graph without in-place ops never changes them. So a run keeps its
     activations, FP32's and the 16-bit run's, as training does.
-
-    Attributes:
-        needed: Nodes whose gradients are needed.
-        steps: The recorded steps and marks, in order.
     """
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
         super().__init__(observer)
-        self.needed = needed
-        self.steps: list[TapeEntry] = []
+        self.needed = needed  # nodes whose gradients are needed
+        self.steps: list[TapeEntry] = []  # the recorded steps and marks, in order
 
     @property
     def marks(self) -> list[TapeEntry]:

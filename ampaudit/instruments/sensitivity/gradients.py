@@ -59,14 +59,11 @@ class GradientProbe(GradientAudit):
     """Audits gradients, and probes those of the parameters.
 
     The effect of rounding before ``detach`` or ``no_grad`` on values behind it is not included.
-
-    Attributes:
-        graph: Values of all programs.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.graph = PrecisionGraph()
+        self.graph = PrecisionGraph()  # values of all programs
         self._sensitivity = SensitivityPart()
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
@@ -248,17 +245,14 @@ class GradientErrors(GradientObserver):
     """The errors that rounding adds in a backward pass.
 
     ``parameters`` holds the identities of trainable parameters by placeholder; tied ones have several.
-
-    Attributes:
-        shares: Difference of an op's gradients in 16 bits and in FP32 from the same values, by op and input.
-        sums: The same for adding up several shares, by node.
-        jumps: Change of a gradient by values that cross an edge in 16 bits, by op and input.
     """
 
     def __init__(self, parameters: Mapping[fx.Node, int]) -> None:
         self.parameters = parameters
+        # difference of an op's gradients in 16 bits and in FP32 from the same values, by op and input
         self.shares: dict[tuple[fx.Node, fx.Node], torch.Tensor] = {}
-        self.sums: dict[fx.Node, torch.Tensor] = {}
+        self.sums: dict[fx.Node, torch.Tensor] = {}  # the same for adding up several shares, by node
+        # change of a gradient by values that cross an edge in 16 bits, by op and input
         self.jumps: dict[tuple[fx.Node, fx.Node], torch.Tensor] = {}
         self._arrived: dict[fx.Node, int] = defaultdict(int)
         self._complete: dict[int, list[GradientPair]] = defaultdict(list)

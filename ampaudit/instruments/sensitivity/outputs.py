@@ -48,25 +48,15 @@ ELEMENTS = 1 << 26  # elements of values that all probes of an output may proces
 
 @dataclass(frozen=True, slots=True)
 class ProbedBatch:
-    """A batch that can be run again with any choice of precisions.
+    """A batch that can be run again with any choice of precisions."""
 
-    Attributes:
-        number: Number of the batch.
-        executor: Executor of the program traced for it.
-        names: Names of the program's values.
-        tensors: Inputs of the batch.
-        seed: Seed of its random numbers.
-        references: FP32's outputs by name.
-        columns: Names of the probed outputs, or groups of outputs.
-    """
-
-    number: int
-    executor: LockStep
-    names: ValueNames
-    tensors: Sequence[torch.Tensor]
-    seed: int
-    references: Mapping[str, torch.Tensor]
-    columns: tuple[str, ...]
+    number: int  # number of the batch
+    executor: LockStep  # executor of the program traced for it
+    names: ValueNames  # names of the program's values
+    tensors: Sequence[torch.Tensor]  # inputs of the batch
+    seed: int  # seed of its random numbers
+    references: Mapping[str, torch.Tensor]  # FP32's outputs by name
+    columns: tuple[str, ...]  # names of the probed outputs, or groups of outputs
 
     def run(self, wide: Collection[str], dtype: torch.dtype) -> dict[str, Pair]:
         """Run with these values in float32 and all others in 16 bits; return FP32's outputs and these."""
@@ -85,16 +75,12 @@ class SensitivityProbe(Recorder):
         config: Configuration of the run.
         batches: Batches of the run.
         decisions: Whether to probe the floats from which outputs are decided, if no output is a float.
-
-    Attributes:
-        graph: Values of all programs.
-        batches: The probed batches.
     """
 
     def __init__(self, config: RunConfig, batches: Sequence[Batch], *, decisions: bool = False) -> None:
         self._decisions = decisions
-        self.graph = PrecisionGraph()
-        self.batches: list[ProbedBatch] = []
+        self.graph = PrecisionGraph()  # values of all programs
+        self.batches: list[ProbedBatch] = []  # the probed batches
         self._record = SensitivityPart()
         self._inputs = batches
         self._dtype = torch_dtype(config.number_format)

@@ -80,33 +80,21 @@ class Collected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProbedColumn:
-    """The mean of the probes of some outputs of a batch.
+    """The mean of the probes of some outputs of a batch."""
 
-    Attributes:
-        name: Name of the outputs and the batch.
-        own: Error added by rounding each value, if it is in 16 bits.
-        reads: Value, reader, and error added by casting the value for the reader.
-        backward: Value, kind, and error added by the backward of its op.
-    """
-
-    name: str
-    own: dict[str, float]
-    reads: list[tuple[str, str, float]]
-    backward: list[tuple[str, BackwardKind, float]]
+    name: str  # name of the outputs and the batch
+    own: dict[str, float]  # error added by rounding each value, if it is in 16 bits
+    reads: list[tuple[str, str, float]]  # value, reader, and error added by casting the value for the reader
+    backward: list[tuple[str, BackwardKind, float]]  # value, kind, and error added by the backward of its op
 
 
 @dataclass(slots=True)
 class SensitivityPart:
-    """The results of the probes of some batches.
+    """The results of the probes of some batches."""
 
-    Attributes:
-        columns: Columns of all batches, in order.
-        probes: Number of backward passes.
-        measured: Squared error of all gradients relative to their squares, by batch, if those are probed.
-    """
-
-    columns: list[ProbedColumn] = field(default_factory=list)
-    probes: int = 0
+    columns: list[ProbedColumn] = field(default_factory=list)  # columns of all batches, in order
+    probes: int = 0  # number of backward passes
+    # squared error of all gradients relative to their squares, by batch, if those are probed
     measured: list[float] = field(default_factory=list)
 
     def add(self, name: str, probes: Sequence[Collected]) -> None:
@@ -183,18 +171,15 @@ def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(slots=True)
 class Sensitivities:
-    """Squared error of outputs, relative to their squares, by what is rounded.
+    """Squared error of outputs, relative to their squares, by what is rounded."""
 
-    Attributes:
-        columns: Names of the outputs (of a batch) to which the numbers of each row belong.
-        own: Error added by rounding each value, if it is in 16 bits.
-        reads: Error added by casting a float32 value for a reader in 16 bits, by value and reader.
-        backward: Error added by the backward of a value's op, through rounding or jumps of its derivative.
-    """
-
+    # names of the outputs (of a batch) to which the numbers of each row belong
     columns: list[str] = field(default_factory=list)
+    # error added by rounding each value, if it is in 16 bits
     own: dict[str, Row] = field(default_factory=dict)
+    # error added by casting a float32 value for a reader in 16 bits, by value and reader
     reads: dict[tuple[str, str], Row] = field(default_factory=dict)
+    # error added by the backward of a value's op, through rounding or jumps of its derivative
     backward: dict[tuple[str, BackwardKind], Row] = field(default_factory=dict)
 
     @classmethod
@@ -348,15 +333,12 @@ def probe(
 
 
 class ErrorTape(Tape):
-    """Records FP32's values for backward passes, and the rounding error that each op adds in 16 bits.
-
-    Attributes:
-        errors: Difference of an op's results in 16 bits and in FP32 on the same inputs, by node; a list for
-            ops with several results.
-    """
+    """Records FP32's values for backward passes, and the rounding error that each op adds in 16 bits."""
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
         super().__init__(observer, needed)
+        # difference of an op's results in 16 bits and in FP32 on the same inputs, by node; a list for ops
+        # with several results
         self.errors: dict[fx.Node, Any] = {}
         self._exact = Float32Backend()
 
@@ -425,21 +407,13 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionValue:
-    """A computed value, a weight or an input.
+    """A computed value, a weight or an input."""
 
-    Attributes:
-        name: The site's id, or the name of the weight or input.
-        kind: Reason for its precision.
-        low: Whether it is in 16 bits as traced.
-        site: The site that computes it, if any.
-        is_weight: Whether it is a parameter, a buffer or a constant.
-    """
-
-    name: str
-    kind: ValueKind
-    low: bool
-    site: Site | None = None
-    is_weight: bool = False
+    name: str  # the site's id, or the name of the weight or input
+    kind: ValueKind  # reason for its precision
+    low: bool  # whether it is in 16 bits as traced
+    site: Site | None = None  # the site that computes it, if any
+    is_weight: bool = False  # whether it is a parameter, a buffer or a constant
 
     @property
     def free(self) -> bool:
@@ -490,18 +464,13 @@ class PrecisionGraph:
 
 @dataclass(frozen=True, slots=True)
 class ValueNames:
-    """The values of one program.
+    """The values of one program."""
 
-    Attributes:
-        graph: Values by name.
-        of: Name of each node's value; views, tuple items, and lossless casts have another node's value.
-        producers: Nodes with a value of their own.
-        sources: Nodes of floating-point values among the arguments of each producer.
-    """
-
-    graph: PrecisionGraph
+    graph: PrecisionGraph  # values by name
+    # name of each node's value; views, tuple items, and lossless casts have another node's value
     of: dict[fx.Node, str]
-    producers: frozenset[fx.Node]
+    producers: frozenset[fx.Node]  # nodes with a value of their own
+    # nodes of floating-point values among the arguments of each producer
     sources: dict[fx.Node, tuple[fx.Node, ...]]
 
 
