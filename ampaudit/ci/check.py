@@ -16,7 +16,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.ci.config import CheckConfig
 from ampaudit.ci.judge import check_codes
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
-from ampaudit.core.config import given_paths, with_options
+from ampaudit.core.config import path_arguments, with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import temporary_directory, write_text
 from ampaudit.core.imports import TRACER
@@ -65,7 +65,7 @@ def check(
         UsageError: There is no target, or a code or budget is invalid.
     """
     config = CheckConfig.merged(config, options)
-    paths = given_paths(targets, "targets") or list(config.targets)
+    paths = path_arguments(targets, "targets") or list(config.targets)
     if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(config.allow)

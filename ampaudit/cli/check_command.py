@@ -13,7 +13,7 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     configuration_option,
-    given,
+    explicit_options,
     report_options,
 )
 from ampaudit.cli.output import deliver_document
@@ -38,7 +38,7 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     from ampaudit.core.pyproject import find_config
 
     path = options["config"] or find_config()
-    values = (read_config(path) if path is not None else {}) | given(options)
+    values = (read_config(path) if path is not None else {}) | explicit_options(options)
     locations = targets or tuple(values.get("targets", ()))
     what = f"{len(locations)} targets" if len(locations) != 1 else locations[0]
     with among_ranks() as share:

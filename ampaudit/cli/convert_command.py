@@ -16,9 +16,9 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
+    explicit_options,
     file_option,
     format_option,
-    given,
     report_options,
 )
 from ampaudit.cli.output import deliver_document
@@ -73,7 +73,10 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       plan.yaml, report.json, manifest.json
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
-        _refuse("--to float32 restores what was stored", given(options).keys() - {"target", "force", "debug"})
+        _refuse(
+            "--to float32 restores what was stored",
+            explicit_options(options).keys() - {"target", "force", "debug"},
+        )
 
         from ampaudit.core.text import format_bytes
         from ampaudit.export.restore import restore
@@ -98,7 +101,9 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         config.check_output(output)
         session = Session(progress.update)
         if is_checkpoint(model):
-            _refuse(f"{describe(model)} has weights, but no model", given(options).keys() & _OF_A_MODEL)
+            _refuse(
+                f"{describe(model)} has weights, but no model", explicit_options(options).keys() & _OF_A_MODEL
+            )
             return convert_weights(Path(model), output, config, session)
 
         from ampaudit.export.convert import convert

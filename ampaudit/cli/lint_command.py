@@ -13,7 +13,7 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     configuration_option,
-    given,
+    explicit_options,
     report_options,
 )
 from ampaudit.cli.output import deliver_document
@@ -60,12 +60,12 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     if options["fix"] and options["diff"]:
         raise click.UsageError("--fix and --diff cannot be combined")
     prints_code = options["diff"] or (options["fix"] and _STDIN in paths)
-    if prints_code and "form" in given(options) and options["output"] is None:
+    if prints_code and "form" in explicit_options(options) and options["output"] is None:
         raise click.UsageError("--format has no effect where code or a diff is printed; add -o FILE")
     path = options["config"] or find_config()
     configured = read_lint_config(path) if path is not None else {}
     exclude = [*options["exclude"], *configured.get("exclude", ())]
-    config = config_from(LintConfig, configured | given(options), exclude=exclude)
+    config = config_from(LintConfig, configured | explicit_options(options), exclude=exclude)
     linted = _linted(paths or (".",), config, options)
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:

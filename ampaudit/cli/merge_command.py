@@ -43,7 +43,7 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     if (fail_on := options.pop("fail_on")) is not None:
         scan_options["fail_on"], words = fail_on, words | {"fail_on"}
     try:
-        report_scan(context, model, scan_options | options, MergedParts(parts_read), given=words)
+        report_scan(context, model, scan_options | options, MergedParts(parts_read), explicit=words)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # a stranger's records may have the form of a scan's and still be none of this model
         raise InputError(

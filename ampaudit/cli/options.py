@@ -32,10 +32,10 @@ __all__ = [
     "config_options",
     "configuration_option",
     "debug_option",
+    "explicit_options",
     "file_option",
     "force_option",
     "format_option",
-    "given",
     "output_options",
     "plot_option",
     "quiet_option",
@@ -237,7 +237,7 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
     return record.read(values | more, COMMAND_LINE)
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
+def explicit_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are set on the command line."""
     source = click.get_current_context().get_parameter_source
     return {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}

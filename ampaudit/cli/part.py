@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.cli.options import given
+from ampaudit.cli.options import explicit_options
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import InputError
 from ampaudit.core.source_config import SourceConfig
@@ -37,27 +37,27 @@ def write_scan_part(
         raise click.UsageError("--part writes JSON, whose file must end in .json: -o part-1.json")
     if place_of() is not None:
         raise click.UsageError("--part is for processes without torchrun: its ranks share the batches anyway")
-    if "form" in given(options):
+    explicit = explicit_options(options)
+    if "form" in explicit:
         raise click.UsageError("--part writes a part, not a report: give --format to ampaudit merge")
-    arguments = given(options)
-    part = FilePart(*parse_part(options["part"]), _words(command, options, arguments))
+    part = FilePart(*parse_part(options["part"]), _words(command, options, explicit))
     share: Any = part
     if options["resume"] is not None:
         from ampaudit.parallel.resume import ResumedShare
 
         share = ResumedShare(options["resume"], part)
     try:
-        audit(model, options, share, arguments)
+        audit(model, options, share, explicit)
     except PartDone:
         print_notes(part.save(options["output"], force=options["force"]))
 
 
-def _words(command: click.Command, options: dict[str, Any], arguments: Collection[str]) -> list[str]:
+def _words(command: click.Command, options: dict[str, Any], explicit: Collection[str]) -> list[str]:
     """Return the options of the audit that the user has set, as words of a command line."""
     words: list[str] = []
     for parameter in command.params:
         name = parameter.name or ""
-        if name not in arguments or name not in _PART_OPTIONS:
+        if name not in explicit or name not in _PART_OPTIONS:
             continue
         value = options[name]
         if isinstance(value, bool):

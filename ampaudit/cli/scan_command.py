@@ -15,8 +15,8 @@ from ampaudit.cli.options import (
     among_ranks,
     config_from,
     config_options,
+    explicit_options,
     file_option,
-    given,
     report_options,
 )
 from ampaudit.cli.output import deliver_document
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
-__all__ = ["audited", "report_scan", "scan_command"]
+__all__ = ["audit_location", "report_scan", "scan_command"]
 
 
 @click.command("scan", cls=GroupedCommand)
@@ -63,11 +63,11 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     if options["part"] is not None:
         from ampaudit.cli.part import write_scan_part
 
-        write_scan_part(scan_command, audited, model, options)
+        write_scan_part(scan_command, audit_location, model, options)
         return
     with among_ranks(pipeline=options["pipeline"]) as share:
         resumed = _resumed(share, options)
-        report_scan(context, model, options, resumed, given=given(options))
+        report_scan(context, model, options, resumed, explicit=explicit_options(options))
 
 
 def report_scan(
@@ -76,10 +76,10 @@ def report_scan(
     options: dict[str, Any],
     share: CommandShare | None,
     *,
-    given: Collection[str],
+    explicit: Collection[str],
 ) -> None:
-    """Scan a model, print the report, and end with its exit code; ``given`` names what the user has set."""
-    reports, failures = audited(model, options, share, given)
+    """Scan a model, print the report, and end with its exit code; ``explicit`` names the options set."""
+    reports, failures = audit_location(model, options, share, explicit)
     from ampaudit.report.model import Comparison
 
     document = Comparison(tuple(reports)) if len(reports) + len(failures) > 1 else reports[0]
@@ -141,8 +141,8 @@ def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet
     return reports, failures
 
 
-def audited(
-    location: str, options: dict[str, Any], share: CommandShare | None, arguments: Collection[str]
+def audit_location(
+    location: str, options: dict[str, Any], share: CommandShare | None, explicit: Collection[str]
 ) -> Audits:
     """Load a model and audit it under each policy."""
     policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
@@ -159,7 +159,7 @@ def audited(
         advise = config.advise or options["advise_policy"] is not None
         config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
         config.check()
-        if config.trains and "train" not in arguments:
+        if config.trains and "train" not in explicit:
             loading = loading.changed(train=True)
         loading = loading.changed(input_sizes=config.first_sizes)
         source = load_source(location, loading, limited=config.memory is not None)
@@ -169,7 +169,7 @@ def audited(
             from ampaudit.audit.inputs import beside
 
             source = beside(source, config.against, loading)
-        policies, config = as_converted(source, policies, config, arguments)
+        policies, config = as_converted(source, policies, config, explicit)
         if share is not None:
             from ampaudit.parallel.identity import identity_of, refuse_undivided
 

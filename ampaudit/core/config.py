@@ -31,12 +31,12 @@ __all__ = [
     "Texts",
     "Trust",
     "UserFunction",
-    "given_path",
-    "given_paths",
     "limits_of",
     "long_flag",
     "no_such",
     "option_of",
+    "path_argument",
+    "path_arguments",
     "python_only",
     "signature_with_options",
     "split_commas",
@@ -71,9 +71,9 @@ def python_only(text: str) -> Option:
     return Option(text, command_line=False, file=False)
 
 
-def split_commas(given: Any) -> Any:
+def split_commas(value: Any) -> Any:
     """Split text at commas; return other values unchanged."""
-    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def _refuse_nan(value: float | None) -> float | None:
@@ -131,12 +131,12 @@ class Config(BaseModel):
     @classmethod
     def _one_clear_line(cls, values: Any, handler: Any, info: Any) -> Self:
         try:
-            made: Self = handler(values)
+            record: Self = handler(values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
             raise _usage_error(cls, name, values.get(name), first["type"], info.context or "") from None
-        return made
+        return record
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str = "") -> Self:
@@ -179,8 +179,8 @@ class Config(BaseModel):
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with other values; fields that were not set stay unset."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**given | values)
+        set_values = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**set_values | values)
 
 
 def with_options(config: type[Config]) -> Callable[[Function], Function]:
@@ -322,7 +322,7 @@ def _in_words(kind: Any, least: Any = None, most: Any = None, is_open: bool = Fa
     return f"{words}, {least:g} or more"
 
 
-def given_path(value: Any, what: str) -> Path:
+def path_argument(value: Any, what: str) -> Path:
     """Return an argument as a path.
 
     Raises:
@@ -334,7 +334,7 @@ def given_path(value: Any, what: str) -> Path:
     return Path(value)
 
 
-def given_paths(value: Any, what: str) -> list[str]:
+def path_arguments(value: Any, what: str) -> list[str]:
     """Return an argument that is a path or an iterable of paths as a list.
 
     Raises:
@@ -343,4 +343,4 @@ def given_paths(value: Any, what: str) -> list[str]:
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, Iterable) or isinstance(several, Mapping):
         raise UsageError(f"{what} is of type {type(value).__name__}", hint="pass a path or a list of paths")
-    return [str(given_path(item, what)) for item in several]
+    return [str(path_argument(item, what)) for item in several]

@@ -21,7 +21,7 @@ from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.open import Checkpoint, RescaledPart, map_checkpoint
 from ampaudit.checkpoint.safetensors import InMemory, MappedWeights, Part, write_part
-from ampaudit.core.config import given_path, with_options
+from ampaudit.core.config import path_argument, with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
@@ -107,7 +107,7 @@ def convert(
     Raises:
         AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
-    config, directory = ConvertConfig.merged(config, options), given_path(output, "output")
+    config, directory = ConvertConfig.merged(config, options), path_argument(output, "output")
     config.check_output(directory)
     opened = as_source(model, inputs, options=source or SourceConfig(seed=config.seed))
     _refuse(opened, config)

@@ -124,13 +124,15 @@ class GraphModel(nn.Module):
         code, places, outputs, paths = self._ampaudit
         inputs = iter(tensor_leaves(args, kwargs))
         values = [
-            _given(next(inputs), place) if place.slot is Slot.INPUT else attrgetter(paths[place.node])(self)
+            _cast_input(next(inputs), place)
+            if place.slot is Slot.INPUT
+            else attrgetter(paths[place.node])(self)
             for place in places
         ]
         return as_structure(outputs, tuple(code(*values)))
 
 
-def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
+def _cast_input(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
     """Cast an input to the policy's dtype for it."""
     return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
 

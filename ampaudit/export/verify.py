@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.checkpoint import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.open import map_checkpoint
 from ampaudit.checkpoint.safetensors import SafetensorsFile, clipped, dtype_of
-from ampaudit.core.config import given_path, with_options
+from ampaudit.core.config import path_argument, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
@@ -60,7 +60,7 @@ def verify(
     Raises:
         WeightsError: The manifest is missing or invalid.
     """
-    config, directory = VerifyConfig.merged(config, options), given_path(directory, "directory")
+    config, directory = VerifyConfig.merged(config, options), path_argument(directory, "directory")
     manifest = read_manifest(directory)
     damaged = list(check_files(directory, manifest, session.on_progress))
     problems = [*damaged, *check_rounding(directory, manifest, session.on_progress)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.core import __version__
-from ampaudit.core.config import given_paths, with_options
+from ampaudit.core.config import path_arguments, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.findings.finding import KNOWN, gate_at
@@ -43,7 +43,7 @@ def lint(
         UsageError: A code does not exist.
     """
     config = LintConfig.merged(config, options)
-    names = given_paths(paths, "paths")
+    names = path_arguments(paths, "paths")
     return lint_report(list(lint_files(names, config)), config)
 
 

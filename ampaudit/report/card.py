@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ampaudit.core.config import given_path
+from ampaudit.core.config import path_argument
 from ampaudit.core.text import escape_control
 
 __all__ = ["CardRows", "Shown", "counted"]
@@ -43,7 +43,7 @@ class Shown:
         """
         from ampaudit.render.render import write_document
 
-        write_document(self, given_path(path, "path"), form, force=force)
+        write_document(self, path_argument(path, "path"), form, force=force)
 
     def to_pandas(self) -> Any:
         """Return the rows of the document as a pandas ``DataFrame``: the sites of a scan, as in CSV.

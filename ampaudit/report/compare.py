@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 from annotated_types import Ge
 
-from ampaudit.core.config import Config, Option, given_path, with_options
+from ampaudit.core.config import Config, Option, path_argument, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.findings.finding import Finding, Severity
@@ -230,7 +230,7 @@ def read_report(path: str | Path) -> Document:
     Raises:
         InputError: The file is missing, truncated, of a newer schema, or not a report.
     """
-    return read_document(given_path(path, "path"))
+    return read_document(path_argument(path, "path"))
 
 
 def _read(report: Any) -> Document:

@@ -62,7 +62,7 @@ class Culprit:
     # one op, or all ops of one line that cause the error together; empty if it is spread out
     sites: tuple[SiteId, ...] = ()
     # name of the weight or input whose rounding causes the error, if it is not the op's result
-    given: str = ""
+    operand: str = ""
     # accuracy of the worst output with only these sites in 16 bits; ``None`` if exact
     alone_db: float | None = None
     # accuracy of that output with all other sites in 16 bits; ``None`` if exact

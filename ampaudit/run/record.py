@@ -484,7 +484,7 @@ class RunRecord:
     comparison: ModelComparison | None = None  # comparison with the reference model of ``--against``
     fed_back: str = ""  # description of the function that computes the inputs of a step
     # peaks of the batches' tensors, by graph number and placeholder, for measured rules
-    given: dict[int, dict[str, float]] = field(default_factory=dict)
+    input_peaks: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""
@@ -516,7 +516,7 @@ class RunRecord:
             observations=peaks,
             masks=self.masks,
             by_design=self.by_design,
-            given=self.given,
+            input_peaks=self.input_peaks,
         )
 
     def join(self, later: RunRecord) -> None:
@@ -553,8 +553,8 @@ class RunRecord:
         if worst is None or (other is not None and other.wrong and not worst.wrong):
             self.comparison = other
         self.fed_back = self.fed_back or later.fed_back
-        for graph, peaks in later.given.items():
-            mine = self.given.setdefault(graph, {})
+        for graph, peaks in later.input_peaks.items():
+            mine = self.input_peaks.setdefault(graph, {})
             mine.update({name: max(mine.get(name, 0.0), peak) for name, peak in peaks.items()})
 
     def add_origins(self, later: Iterable[Origin]) -> None:

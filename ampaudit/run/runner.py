@@ -154,7 +154,7 @@ class Runner:
         if self.config.rules is not None and self.config.rules.measured:
             programs = enumerate(self.executors.programs)
             graph = next(graph for graph, program in programs if program is executor.program)
-            peaks = self.record.given.setdefault(graph, {})
+            peaks = self.record.input_peaks.setdefault(graph, {})
             for node, place in zip(executor.program.inputs, traced.placeholders, strict=True):
                 floats = place.dtype is not None and place.dtype.is_floating_point
                 if place.slot is Slot.INPUT and floats:
@@ -275,7 +275,7 @@ class Runner:
         by_site: dict[SiteId, Measurement] = {}
         for number, program in enumerate(self.executors.programs):
             weights = weight_peaks(program, self.config.release)
-            input_peaks = self.record.given.get(number, {})
+            input_peaks = self.record.input_peaks.get(number, {})
             for site, measurement in measurements(program, self.record, input_peaks, weights).items():
                 by_site[site] = measurement.joined(by_site[site]) if site in by_site else measurement
         return by_site

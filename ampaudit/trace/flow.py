@@ -93,14 +93,14 @@ class Flow:
         site = self.maker(node)
         return site if self.base(site) in ops else None
 
-    def given(self, node: Any) -> Placeholder | None:
+    def placeholder(self, node: Any) -> Placeholder | None:
         """Return the placeholder that a value views or casts, if any."""
         root = self.root(node)
         return self._placeholders.get(root) if root is not None else None
 
     def is_weight(self, node: Any) -> bool:
         """Return whether a value is a parameter, buffer or constant."""
-        placeholder = self.given(node)
+        placeholder = self.placeholder(node)
         return placeholder is not None and placeholder.slot is not Slot.INPUT
 
     def makers(self, site: Site) -> list[Site]:

@@ -27,21 +27,21 @@ from ampaudit.policy.load import profile
 __all__ = ["TrainConfig"]
 
 
-def _names(given: Any) -> Any:
+def _names(value: Any) -> Any:
     """Split ``half, apex-o2``; an empty name is kept, to be rejected as unknown."""
-    if isinstance(given, str):
-        return [name.strip() for name in given.split(",")]
-    return [given] if isinstance(given, Path | RuleSet) else given
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    return [value] if isinstance(value, Path | RuleSet) else value
 
 
-def _scale(given: Any) -> Any:
+def _scale(value: Any) -> Any:
     """Parse a number, or leave the name of a profile unchanged."""
-    if given is None or isinstance(given, bool):
-        return given
+    if value is None or isinstance(value, bool):
+        return value
     try:
-        value = float(given)
+        value = float(value)
     except (TypeError, ValueError):
-        return given
+        return value
     if not 0 < value < math.inf:
         raise UsageError("--loss-scale must be positive and finite")
     return value

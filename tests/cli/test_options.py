@@ -10,7 +10,7 @@ import pytest
 from ampaudit.audit.config import PlanConfig, ScanConfig
 from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.ci.config import CheckConfig, read_config
-from ampaudit.cli.options import config_from, given
+from ampaudit.cli.options import config_from, explicit_options
 from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
@@ -81,7 +81,7 @@ def test_options_of_every_type() -> None:
 
 def test_what_is_given() -> None:
     with parsed("check", "-j", "2", "--min-sqnr", "0") as context:
-        assert given(context.params).keys() == {"targets", "jobs", "min_sqnr"}
+        assert explicit_options(context.params).keys() == {"targets", "jobs", "min_sqnr"}
 
 
 def test_a_value_that_does_not_fit_is_named_as_an_option() -> None:

@@ -27,7 +27,7 @@ def record(number: int) -> RunRecord:
     """Return a record whose sums are rounded differently in any other order."""
     seen = Observation(elements=4, batches=1, ref_peak=float(number), err_sq=0.1 * 3.0 ** (number % 40))
     return RunRecord(
-        "cpu", "native", batches=1, observations={SITE: seen}, masks={SITE}, given={0: {"x": 2.0}}
+        "cpu", "native", batches=1, observations={SITE: seen}, masks={SITE}, input_peaks={0: {"x": 2.0}}
     )
 
 
@@ -92,7 +92,7 @@ def test_rank_0_has_the_records_of_all_in_order(board: type[Counting]) -> None:
 def test_the_others_have_what_measured_rules_look_at(board: type[Counting]) -> None:
     _, *others = of_all(board)
     seen = {SITE: Observation(ref_peak=float(BATCHES - 1))}
-    rest = RunRecord("cpu", "native", observations=seen, masks={SITE}, given={0: {"x": 2.0}})
+    rest = RunRecord("cpu", "native", observations=seen, masks={SITE}, input_peaks={0: {"x": 2.0}})
     assert others == [[rest]] * (RANKS - 1)
 
 

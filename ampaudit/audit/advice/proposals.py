@@ -109,7 +109,7 @@ def _weights(subject: AdviceContext, site: Site) -> list[str]:
     flow, names = subject.context.flow, dict(subject.model.named_parameters(remove_duplicate=False)).keys()
     arguments = flow.arguments(site)
     tensors = [arguments[key] for key in ("weight", "bias") if arguments.get(key) is not None]
-    places = [place for place in map(flow.given, tensors) if place is not None and place.name in names]
+    places = [place for place in map(flow.placeholder, tensors) if place is not None and place.name in names]
     return [place.name for place in places] if len(places) == len(tensors) else []
 
 

@@ -394,7 +394,10 @@ class _Search:
         return [choice, *added]
 
     def _is_weight(self, node: fx.Node) -> bool:
-        return (place := self.flow.given(node)) is not None and place.slot in (Slot.PARAMETER, Slot.BUFFER)
+        return (place := self.flow.placeholder(node)) is not None and place.slot in (
+            Slot.PARAMETER,
+            Slot.BUFFER,
+        )
 
     def _is_used_once(self, node: fx.Node) -> bool:
         root = self.flow.root(node)

@@ -126,7 +126,7 @@ def _explain(
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
     more = f" and {len(culprit.sites) - 1} more of its line" if len(culprit.sites) > 1 else ""
-    rounded = f"the rounding of {culprit.given}, read by " if culprit.given else ""
+    rounded = f"the rounding of {culprit.operand}, read by " if culprit.operand else ""
     where = f"{rounded}{culprit.sites[0]}{more}"
     alone, rest = (_decibels(db, comparison) for db in (culprit.alone_db, culprit.without_db))
     dtype = context.number_format.name

@@ -202,7 +202,7 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
 
 
 def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
-    places = map(context.flow.given, context.flow.node(site).all_input_nodes)
+    places = map(context.flow.placeholder, context.flow.node(site).all_input_nodes)
     return any(place is not None and place.name == parameter for place in places)
 
 
