@@ -162,7 +162,7 @@ def audit_location(
         if config.trains and "train" not in explicit:
             loading = loading.changed(train=True)
         loading = loading.changed(input_sizes=config.first_sizes)
-        source = load_source(location, loading, limited=config.memory is not None)
+        source = load_source(location, loading, limited=bool(config.memory))
         from ampaudit.audit.scan import as_converted, scan_policies
 
         if config.against is not None:
