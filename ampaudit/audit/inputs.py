@@ -26,7 +26,7 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import tensors_in
 
-__all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "beside", "check_trained"]
+__all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "check_trained", "open_against"]
 
 
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -159,7 +159,7 @@ def _batch(item: Any) -> Batch:
     raise InputError(f"inputs are {what}", hint=_HOW if isinstance(item, Iterable) else _ONE)
 
 
-def beside(reference: ModelSource, against: Any, options: SourceConfig) -> ModelSource:
+def open_against(reference: ModelSource, against: Any, options: SourceConfig) -> ModelSource:
     """Return the audited model, with the inputs of its reference and the reference itself.
 
     Args:

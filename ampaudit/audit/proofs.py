@@ -58,7 +58,7 @@ def prove(audit: Audit, batches: Sequence[Batch], run_config: RunConfig, config:
     """
     started = time.perf_counter()
     tables = []
-    for converted in audit.every:
+    for converted in audit.graphs:
         traced = converted.traced
         domain = assumptions(traced, _inputs(traced, batches), config.assume)
         tables.append(bound(traced, domain, run_config.number_format))
@@ -83,7 +83,7 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     """
     table = context.bounds
     assert table is not None
-    if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.every):
+    if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.traces):
         return
     for site in context.sites:
         if context.from_weight(site) is not None:  # the run repairs it

@@ -15,7 +15,6 @@ from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
 from ampaudit.source import ModelSource
-from ampaudit.trace.flow import Flow
 
 __all__ = ["RescaledModel", "rescaled_model"]
 
@@ -63,7 +62,7 @@ def _changes(
 ) -> Iterator[tuple[ModelSource, Audited, ResidualRescale]]:
     """Yield models with a rescaled stream, and record the sites that cannot be rescaled in ``refused``."""
     audit = audited.audit
-    flow, form = Flow(*(each.traced for each in audit.every)), low_precision_format(config.dtype)
+    flow, form = audit.flow, low_precision_format(config.dtype)
     peaks = {site: stats.ref_peak for site, stats in audit.record.observations.items()}
     sites = {site.id: site for site in audit.sites}
     failing = [origin.site for origin in audit.record.origins]
@@ -82,6 +81,6 @@ def _changes(
             refused[name] = str(refusal)
             continue
         (after,) = audit_policies(changed, [rules], config, session)
-        if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
+        if change.is_in(flow, after.audit.flow):
             yield changed, after, change
         refused[name] = "the code reads the eps elsewhere as well"

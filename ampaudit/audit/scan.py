@@ -13,7 +13,7 @@ from ampaudit.audit.checks import run_checks
 from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
-from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
+from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, open_against
 from ampaudit.audit.instruments import checks_for
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.core.config import with_options
@@ -127,9 +127,7 @@ def scan(
         loading = loading.changed(input_sizes=config.first_sizes)
     opened = as_source(model, inputs, batches, loading)
     if config.against is not None:
-        opened = beside(
-            opened, config.against, loading if isinstance(loading, SourceConfig) else SourceConfig()
-        )
+        opened = open_against(opened, config.against, loading)
     explicit = config.model_fields_set | ({"policy"} if policy is not None else set())
     policies, config = as_converted(opened, policies, config, explicit)
     reports = scan_policies(opened, policies, config, session)
@@ -261,7 +259,7 @@ def _report(
     on_progress: Progress,
 ) -> Report:
     """Return the report of an audit; ``usual`` is the audit without an execution contract."""
-    form, instruments = run_config.number_format, config.requested
+    form = run_config.number_format
     table = None
     if config.prove or config.static or config.stress > 0:
         from ampaudit.audit.proofs import compare_with_run, prove, stressed
@@ -302,7 +300,7 @@ def _report(
     stress = config.stress > 0 and not config.static
     searched = stressed(source, audit, run_config, context, on_progress) if stress else ()
     idle = ("--stress searched nothing: each 16-bit site is proved, broken or constant",)
-    for instrument in instruments:
+    for instrument in config.requested:
         report = measuring(instrument).reported(instrument, report, source, audit, context)
     return replace(
         report,

@@ -97,7 +97,7 @@ def build_report(
         sites=tuple(_site_report(context, site) for site in context.sites if site.dtype is not None),
         outputs=tuple(_output_accuracy(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
-        notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
+        notes=tuple(dict.fromkeys(note for traced in context.flow.traces for note in traced.notes)),
         promoted=audit.promoted,
         proofs=_proofs(context),
         tails=_tails(context),
@@ -195,10 +195,8 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
     peaks = {site.id: list(context.observed(site.id).batch_peaks.values()) for site in sites[:_MOST_TAILS]}
-    risks = ((site, tail_risk(values, limit, samples)) for site, values in peaks.items())
-    return tuple(
-        Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in risks if r is not None
-    )
+    risks = (tail_risk(site, values, limit, samples) for site, values in peaks.items())
+    return tuple(risk for risk in risks if risk is not None)
 
 
 def _proofs(context: CheckContext) -> Proofs | None:

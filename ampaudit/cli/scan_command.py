@@ -117,7 +117,9 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     print_notes(f"policy written to {path}{remainder}")
 
 
-def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet], *, shared: bool) -> Audits:
+def _try_each(
+    audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet], *, shared: bool
+) -> Audits:
     """Audit all policies together; if one of them fails, audit each by itself, unless the work is shared.
 
     What other processes run or an earlier one has saved are records of all policies together.
@@ -166,9 +168,9 @@ def audit_location(
         from ampaudit.audit.scan import as_converted, scan_policies
 
         if config.against is not None:
-            from ampaudit.audit.inputs import beside
+            from ampaudit.audit.inputs import open_against
 
-            source = beside(source, config.against, loading)
+            source = open_against(source, config.against, loading)
         policies, config = as_converted(source, policies, config, explicit)
         if share is not None:
             from ampaudit.parallel.identity import identity_of, refuse_undivided
@@ -176,6 +178,6 @@ def audit_location(
             refuse_undivided(config)
             share.describe(location, identity_of(source, policies, config))
         session = Session(progress.update, share)
-        return _each(
+        return _try_each(
             lambda chosen: scan_policies(source, chosen, config, session), policies, shared=share is not None
         )

@@ -33,6 +33,7 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
+from ampaudit.trace.flow import Flow
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.stack import calling_line
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in
@@ -61,9 +62,14 @@ class Audit:
     recorders: tuple[Recorder, ...] = ()
 
     @property
-    def every(self) -> tuple[ConvertedModel, ...]:
+    def graphs(self) -> tuple[ConvertedModel, ...]:
         """All graphs, starting with that of the first batch."""
         return (self.converted, *self.others)
+
+    @property
+    def flow(self) -> Flow:
+        """The flow of values through all graphs."""
+        return Flow(*(converted.traced for converted in self.graphs))
 
 
 def run_audits(

@@ -94,7 +94,7 @@ class Backend:
         """Return the step's result in this backend's representation."""
         return step.target(*args, **kwargs)
 
-    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_differentiably(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the step's result with the graph that autograd differentiates for this backend."""
         return step.target(*args, **kwargs)
 
@@ -132,7 +132,7 @@ class Emulated(Backend):
             return self.represent(tensor, dtype)
         return _round_result(tensor, dtype, operands)
 
-    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_differentiably(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in float32; its backward reads the rounded output.
 
         Saved statistics of a kernel (a mean, a logsumexp) differ in shape and stay in float32, as on a GPU.
@@ -216,7 +216,7 @@ class Native(Backend):
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
-    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_differentiably(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op in its dtypes, with autograd's own backward."""
         return self.call(step, args, kwargs)
 

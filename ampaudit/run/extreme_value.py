@@ -10,7 +10,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MIN_BATCHES", "MIN_SIZES", "ExtremeValues", "TailRisk", "crossing_of", "fit", "tail_risk"]
+from ampaudit.core.sites import SiteId
+from ampaudit.report.extrapolation import Tail
+
+__all__ = ["MIN_BATCHES", "MIN_SIZES", "ExtremeValues", "crossing_of", "fit", "tail_risk"]
 
 MIN_SIZES = 3  # two parameters always fit two points
 _MIN_GROWTH = 0.1  # bits over all sizes; less is not growth
@@ -61,17 +64,6 @@ class ExtremeValues:
         return self.location + self.scale * (1.0 - np.power(exponential, self.shape)) / self.shape
 
 
-@dataclass(frozen=True, slots=True)
-class TailRisk:
-    """The estimated risk of one site."""
-
-    per_million: float  # expected number of batches that overflow per million samples
-    low: float  # lower end of a 90 % interval, by parametric bootstrap
-    high: float  # upper end of the interval
-    batches: int  # number of maxima in the fit
-    samples: int  # number of samples in a batch
-
-
 def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
     """Fit by probability-weighted moments (Hosking, Wallis, Wood, 1985); ``None`` if all maxima are equal."""
     x = np.sort(np.asarray(maxima, dtype=np.float64))
@@ -93,8 +85,10 @@ def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
     return ExtremeValues(k, float(b0 + scale * (gamma - 1) / k), float(scale))
 
 
-def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0) -> TailRisk | None:
-    """Estimate the risk at one site; ``None`` if the batches are too few or all alike.
+def tail_risk(
+    site: SiteId, maxima: Sequence[float], limit: float, samples: int, seed: int = 0
+) -> Tail | None:
+    """Estimate the risk at one site, bootstrapping its interval; ``None`` if batches are too few or alike.
 
     ``maxima`` are the peaks of batches of so many ``samples``; the format overflows from the magnitude
     ``limit``.
@@ -108,7 +102,7 @@ def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0
     refitted = (fit(distribution.sample(len(maxima), generator)) for _ in range(RESAMPLES))
     rates = sorted(_rate(other, limit, samples) for other in refitted if other is not None)
     ends = rates[int(0.05 * len(rates))], rates[min(int(0.95 * len(rates)), len(rates) - 1)]
-    return TailRisk(_rate(distribution, limit, samples), *ends, len(maxima), samples)
+    return Tail(site, _rate(distribution, limit, samples), *ends, len(maxima), samples)
 
 
 def _rate(distribution: ExtremeValues, limit: float, samples: int) -> float:

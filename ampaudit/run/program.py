@@ -46,8 +46,8 @@ __all__ = [
     "Step",
     "call_on",
     "compile_program",
-    "differentiable",
     "noting_source_line",
+    "passes_gradients",
     "widened_tensor",
     "widened_value",
 ]
@@ -69,7 +69,7 @@ def widened_value(value: Any) -> Any:
     return widened_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def differentiable(node: fx.Node) -> bool:
+def passes_gradients(node: fx.Node) -> bool:
     """Return whether gradients pass a node, that is, the model's code has not disabled them there.
 
     Casts inserted by the policy always pass them, since ops outside ``no_grad`` may share a cast.
@@ -102,11 +102,6 @@ class Step:
     frees: tuple[fx.Node, ...]  # nodes whose values are not needed after this step
     decides: bool = False  # whether it turns floats into integers, booleans or whole numbers
     choice: StackChoice | None = None  # the stack of matrices that it indexes by a tensor, if any
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether a gradient can pass."""
-        return differentiable(self.node)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the arguments that the step writes to, as nodes or values."""

@@ -34,11 +34,11 @@ class Flow:
 
     def __init__(self, traced: TracedModel, *others: TracedModel) -> None:
         self.traced = traced
-        self.every = (traced, *others)
+        self.traces = (traced, *others)
         self._sites: dict[fx.Node, Site] = {}
         self._placeholders: dict[fx.Node, Placeholder] = {}
         self._nodes: dict[SiteId, fx.Node] = {}
-        for each in self.every:
+        for each in self.traces:
             sites, placeholders = each.site_of_node, {p.node: p for p in each.placeholders}
             for node in each.graph.nodes:
                 if node.name in sites:

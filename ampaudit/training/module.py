@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure
 from ampaudit.run.backends import rounded
-from ampaudit.run.program import differentiable
+from ampaudit.run.program import passes_gradients
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.backward.tracer import CHECKPOINT
@@ -274,7 +274,7 @@ def _transformed(
             graph.output(fx.node.map_arg(node.args[0], lambda n: copies[n]))
             continue
         copies[node] = transform(graph, node, graph.node_copy(node, lambda n: copies[n]))
-        if node.op == "call_function" and not differentiable(node):
+        if node.op == "call_function" and not passes_gradients(node):
             copies[node] = _detached(graph, node, copies[node])
     _replicate_constants(graph)
     graph.lint()

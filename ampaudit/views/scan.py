@@ -89,8 +89,26 @@ class ScanView(View[Report]):
         return f"{what}{against}, {run.mode} mode, {run.extent}"
 
     def strips(self) -> Iterator[Strip]:
-        """Return the strips of values and of gradients."""
-        return strips_of(self.document)
+        """Yield the strip of the values, then that of the gradients; empty strips are left out."""
+        report = self.document
+        wrong: dict[bool, set[str]] = {True: set(), False: set()}
+        for finding in report.active:
+            if finding.severity is Severity.ERROR:
+                wrong[finding.phase == "backward"] |= {finding.site, *finding.poisons}
+        values = [
+            (forward.headroom_bits, site.site in wrong[False] or forward.inf + forward.nan > 0, site.site)
+            for site in report.low_precision_sites
+            if (forward := site.forward) and forward.headroom_bits is not None
+            if site.role != "weight-cast" and not site.by_design
+        ]
+        gradients = [
+            (gradient.headroom_bits, site.site in wrong[True] or gradient.inf + gradient.nan > 0, site.site)
+            for site in report.sites
+            if (gradient := site.gradient) and gradient.low_precision and gradient.headroom_bits is not None
+        ]
+        for label, cells in (("headroom over depth", values), ("gradients times the loss scale", gradients)):
+            if cells:
+                yield Strip(label, tuple(cells))
 
     def suites(self) -> tuple[Suite, ...]:
         """Return the layers as one suite."""
@@ -236,25 +254,3 @@ def _measured(site: SiteReport) -> Mapping[str, Cell]:
         "bound": site.bound,
         **{f"gradient_{name}": value for name, value in gradient.items()},
     }
-
-
-def strips_of(report: Report) -> Iterator[Strip]:
-    """Yield the strip of a report's values, then that of its gradients; empty strips are left out."""
-    wrong: dict[bool, set[str]] = {True: set(), False: set()}
-    for finding in report.active:
-        if finding.severity is Severity.ERROR:
-            wrong[finding.phase == "backward"] |= {finding.site, *finding.poisons}
-    values = [
-        (forward.headroom_bits, site.site in wrong[False] or forward.inf + forward.nan > 0, site.site)
-        for site in report.low_precision_sites
-        if (forward := site.forward) and forward.headroom_bits is not None
-        if site.role != "weight-cast" and not site.by_design
-    ]
-    gradients = [
-        (gradient.headroom_bits, site.site in wrong[True] or gradient.inf + gradient.nan > 0, site.site)
-        for site in report.sites
-        if (gradient := site.gradient) and gradient.low_precision and gradient.headroom_bits is not None
-    ]
-    for label, cells in (("headroom over depth", values), ("gradients times the loss scale", gradients)):
-        if cells:
-            yield Strip(label, tuple(cells))

@@ -9,8 +9,10 @@ from scipy import stats
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.core.sites import SiteId
 from ampaudit.run.extreme_value import MIN_BATCHES, ExtremeValues, fit, tail_risk
 
+SITE = SiteId("head/linear")
 SHAPES = [-0.3, 0.0, 0.3]
 
 
@@ -45,15 +47,15 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(shape: float) -
     generator = np.random.default_rng(3)
     hits = 0
     for trial in range(60):
-        found = tail_risk(list(truth.sample(100, generator)), limit, 8, seed=trial)
+        found = tail_risk(SITE, list(truth.sample(100, generator)), limit, 8, seed=trial)
         assert found is not None
         hits += found.low <= rate <= found.high
     assert hits >= 45  # of 60; 54 are nine tenths
 
 
 def test_too_few_or_equal_peaks_say_nothing() -> None:
-    assert tail_risk([1.0 + i for i in range(MIN_BATCHES - 1)], 10.0, 1) is None
-    assert tail_risk([3.0] * 50, 10.0, 1) is None
+    assert tail_risk(SITE, [1.0 + i for i in range(MIN_BATCHES - 1)], 10.0, 1) is None
+    assert tail_risk(SITE, [3.0] * 50, 10.0, 1) is None
 
 
 class Scaled(nn.Module):

@@ -95,7 +95,7 @@ class ResidualRescale:
         This detects attributes that are read elsewhere as well, or not at all. Casts may differ.
         """
         powers = {key: -self.bits * degree for key, degree in self.stream.numbers.items()}
-        return [_shape(each, powers) for each in before.every] == [_shape(each, {}) for each in after.every]
+        return [_shape(each, powers) for each in before.traces] == [_shape(each, {}) for each in after.traces]
 
 
 def _loop(names: list[str], indent: str = "") -> list[str]:

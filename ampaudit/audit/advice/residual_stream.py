@@ -174,7 +174,7 @@ def find_stream(flow: Flow, site: Site, limit: float) -> Stream:
     Raises:
         Refusal: No weights scale the stream without a change of the model's outputs.
     """
-    if any(traced.path for traced in flow.every):
+    if any(traced.path for traced in flow.traces):
         raise Refusal("the model's code decides by values, and its graph shows only the path that it took")
     search = _Search(flow, limit)
     search.solve(flow.node(site))
@@ -195,10 +195,10 @@ class _Search:
     plans: dict[tuple[fx.Node, int], _Plan | Refusal] = field(default_factory=dict)  # under these degrees
 
     def __post_init__(self) -> None:
-        nodes = [node for each in self.flow.every for node in each.graph.nodes]
+        nodes = [node for each in self.flow.traces for node in each.graph.nodes]
         self.order = {node: number for number, node in enumerate(nodes)}
         self.degrees = dict.fromkeys(nodes, 0)
-        for traced in self.flow.every:
+        for traced in self.flow.traces:
             places = {p.node: p for p in traced.placeholders}
             for node in traced.graph.find_nodes(op="placeholder"):
                 if (tensor := traced.tensors.get(node.name)) is not None:

@@ -265,8 +265,8 @@ def scaled_at(scaling: Site) -> Likeness:
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
     """Yield each graph that contains a site; a proof for one need not hold in another."""
-    for traced in context.flow.every:
-        if len(context.flow.every) == 1:
+    for traced in context.flow.traces:
+        if len(context.flow.traces) == 1:
             yield context.flow
         elif any(other.id == site.id for other in traced.sites):
             yield Flow(traced)

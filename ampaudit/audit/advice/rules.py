@@ -124,7 +124,7 @@ def border(subject: AdviceContext, exempt: Set[SiteId]) -> tuple[SiteId, ...]:
     if subject.rules.file.weights.storage != "lower":
         return ()
     flow, edge = subject.context.flow, set[SiteId]()
-    for graph in (traced.graph for traced in flow.every):
+    for graph in (traced.graph for traced in flow.traces):
         wide: set[fx.Node] = set()
         for node in graph.nodes:
             site = flow.site(node)

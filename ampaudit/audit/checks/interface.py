@@ -82,7 +82,7 @@ class CheckContext:
     @cached_property
     def parameters(self) -> ParameterUse:
         """The parameters that the batches used."""
-        return parameter_use(self.flow.every, self.record.chosen)
+        return parameter_use(self.flow.traces, self.record.chosen)
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
@@ -97,7 +97,7 @@ class CheckContext:
     @cached_property
     def graph_sites(self) -> tuple[Site, ...]:
         """The sites of the graph that ``flow`` describes."""
-        ids = {site.id for traced in self.flow.every for site in traced.sites}
+        ids = {site.id for traced in self.flow.traces for site in traced.sites}
         return tuple(site for site in self.sites if site.id in ids)
 
     @cached_property
@@ -113,7 +113,7 @@ class CheckContext:
         output that is not finite in 16 bits, it is that of the repaired run.
         """
         accuracies: dict[tuple[str, SiteId | None], float | None] = {}
-        for traced in self.flow.every:
+        for traced in self.flow.traces:
             for name, node in zip(traced.outputs, traced.graph.output_node().args[0], strict=False):  # type: ignore[arg-type]
                 site = self._producer(node)
                 comparison = self.record.outputs.get(name)
@@ -365,7 +365,7 @@ def context_of(
     return CheckContext(
         sites=audit.sites,
         record=audit.record,
-        flow=Flow(*(converted.traced for converted in audit.every)),
+        flow=audit.flow,
         number_format=form,
         constants=audit.constants,
         weights=() if config.ranges else _weights(audit),
@@ -380,14 +380,14 @@ def _weights(audit: Audit) -> tuple[WeightRange, ...]:
     """Return the ranges of 16-bit weights; those measured in the run are not read again."""
     stats = audit.record.observations
     peaks = {s.weight: stats[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in stats}
-    ranges = (each for converted in audit.every for each in weight_ranges(converted, peaks))
+    ranges = (each for converted in audit.graphs for each in weight_ranges(converted, peaks))
     return tuple({each.name: each for each in ranges}.values())
 
 
 def _weights_read(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
     """Map each site to the 16-bit weights that it reads directly."""
     weights: dict[SiteId, tuple[str, ...]] = {}
-    for converted in audit.every:
+    for converted in audit.graphs:
         copies = {copy.node: copy.name for copy in converted.copies.values()}
         nodes = {node.name: node for node in converted.traced.graph.nodes}
         for site in converted.traced.sites:

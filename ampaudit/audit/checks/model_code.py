@@ -276,7 +276,7 @@ def find_mixed_dtypes(context: CheckContext) -> Iterator[Finding]:
     if _mixed_by_policy(context):
         return
     refuses, reported = refused_sites(context), set[SiteId]()
-    for traced in context.flow.every:
+    for traced in context.flow.traces:
         promoted: set[fx.Node] = set()
         for node in traced.graph.nodes:
             site = context.flow.site(node)

@@ -17,7 +17,7 @@ from ampaudit.core.ops import having
 from ampaudit.run.backends import Backend
 from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import Observer, Pair, StepCall, WrappedObserver
-from ampaudit.run.program import Program, Step
+from ampaudit.run.program import Program, Step, passes_gradients
 from ampaudit.trace.flatten import FUNCTION_INPUTS, FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough, overload_of
 from ampaudit.trace.graph import Slot
@@ -69,7 +69,7 @@ def vjp(
     if entry.state is not None:
         restore_random_state(entry.state, next(iter(leaves.values())).device)
     with torch.enable_grad():
-        result: Any = backend.differentiable(step, args, kwargs)
+        result: Any = backend.call_differentiably(step, args, kwargs)
     outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = [
         (output, _like(gradient, output))
@@ -235,7 +235,7 @@ class Tape(WrappedObserver):
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Record the step."""
         result = super().observe(step, reference, value, call)
-        passes = step.node in self.needed and (step.differentiable or unseen_write(step))
+        passes = step.node in self.needed and (passes_gradients(step.node) or unseen_write(step))
         if passes or is_mark(step.target):
             self.steps.append(TapeEntry(step, dict(call.inputs), call.computed_once, call.state))
         return result
@@ -245,7 +245,7 @@ def unseen_write(step: Step) -> bool:
     """Return whether the model's code writes in place with gradients disabled, unseen by autograd."""
     if isinstance(step.target, WriteThrough):
         return step.target.unseen
-    return isinstance(step.target, OnCopy) and not step.differentiable
+    return isinstance(step.target, OnCopy) and not passes_gradients(step.node)
 
 
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
@@ -273,7 +273,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             reached.add(step.node)
         op = overload_of(step.node.target)  # that of the step fills what "empty" makes
         cut = op is not None and base_name(op) in having("reads_shape")
-        passes = step.differentiable and str(step.target) not in DETACH_OPS and not cut
+        passes = passes_gradients(step.node) and str(step.target) not in DETACH_OPS and not cut
         floats = any(d is not None and (d.is_floating_point or d.is_complex) for d in step.dtypes)
         if passes and floats and any(used in reached for used in step.node.all_input_nodes):
             reached.add(step.node)

@@ -42,7 +42,7 @@ from ampaudit.run.backends import Float32Backend, rounded
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import refuse_more_than_memory, restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, resolved
-from ampaudit.run.program import Program, Step, widened_tensor, widened_value
+from ampaudit.run.program import Program, Step, passes_gradients, widened_tensor, widened_value
 from ampaudit.run.record import RunRecord
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
@@ -195,7 +195,7 @@ class DoubleBackward:
             if _has_gradient(value):  # each reader gets its own view, to separate the effects of rounding
                 self._reads[step.node, node] = value = value.view_as(value)
             inputs[node] = value, None
-        passes = step.differentiable and str(step.target) not in DETACH_OPS
+        passes = passes_gradients(step.node) and str(step.target) not in DETACH_OPS
         args, kwargs = resolved(self._backend.arguments(step), inputs, 0)
         if kwargs.get("sparse"):
             kwargs = kwargs | {"sparse": False}
@@ -203,7 +203,7 @@ class DoubleBackward:
             devices = (value.device for value, _ in inputs.values() if isinstance(value, torch.Tensor))
             restore_random_state(entry.state, next(devices, torch.device("cpu")))
         with torch.set_grad_enabled(passes):
-            result = self._backend.differentiable(step, args, kwargs)
+            result = self._backend.call_differentiably(step, args, kwargs)
         self._values[step.node] = result if passes else _leaf(result)
 
     def probe(self, names: ValueNames, dtype: torch.dtype, seed: Mapping[fx.Node, torch.Tensor]) -> Collected:

@@ -122,14 +122,14 @@ class DifferentiableBackend(Float32Backend):
 
     follows_writes = True
 
-    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_differentiably(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the op, by a formula where autograd has no derivative."""
         if str(step.target) in DETACH_OPS:
             return torch.ops.aten.alias.default(args[0])
         op = overload_of(step.target)
         if op is not None and base_name(op).rstrip("_") in having("whole_number"):
             with torch.no_grad():  # its derivative is 0, which autograd lacks for some
-                return super().differentiable(step, args, kwargs)
+                return super().call_differentiably(step, args, kwargs)
         if step.target is torch.ops.aten.batch_norm.default:
             x, weight, bias, mean, variance, training, _, eps, *_ = args
             if training:  # running statistics are only written to
@@ -140,7 +140,7 @@ class DifferentiableBackend(Float32Backend):
             result = result if weight is None else result * weight.view(shape)
             return result if bias is None else result + bias.view(shape)
         try:
-            return super().differentiable(step, args, kwargs)
+            return super().call_differentiably(step, args, kwargs)
         except RuntimeError as error:
             if _UNDIFFERENTIABLE not in str(error):
                 raise
