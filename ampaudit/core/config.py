@@ -82,11 +82,6 @@ def _refuse_nan(value: float | None) -> float | None:
     return value
 
 
-def _known_dtype(name: str) -> str:
-    low_precision_format(name)
-    return name
-
-
 def _known_device(name: str) -> str:
     if not _DEVICE.fullmatch(name):
         hint = "one of: auto, cpu, cuda, mps, xpu; or one of several, such as cuda:1"
@@ -106,7 +101,7 @@ NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[
     str,
     BeforeValidator(name_of_dtype),
-    AfterValidator(_known_dtype),
+    AfterValidator(lambda name: low_precision_format(name).name),
     Option("16-bit format: float16 or bfloat16.", accepts="str | torch.dtype"),
 ]
 DeviceName = Annotated[

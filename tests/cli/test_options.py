@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from ampaudit.audit.config import PlanConfig, ScanConfig
 from ampaudit.benchmarking.config import BenchConfig
@@ -52,6 +53,20 @@ def test_every_field_is_an_option(name: str, record: type[Config]) -> None:
     params = parsed(name).params
     wanted = {n for n, field in record.model_fields.items() if (o := option_of(field)) and o.command_line}
     assert wanted <= params.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp16", torch.float16),
+        ("half", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+    ],
+)
+def test_a_short_name_of_a_format_is_the_format(name: str, dtype: torch.dtype) -> None:
+    for record in (ScanConfig, ConvertConfig, CheckConfig, TrainConfig, BenchConfig):
+        assert getattr(torch, str(config_from(record, {"dtype": name}).dtype)) is dtype
 
 
 @pytest.mark.parametrize("name", RECORDS)
