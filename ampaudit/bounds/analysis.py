@@ -300,16 +300,12 @@ def _dtypes(value: Any) -> list[torch.dtype | None]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The bound that is proved for one site.
+    """The bound that is proved for one site."""
 
-    Attributes:
-        peak: Bound on the magnitude of the values before rounding, for finite inputs; infinity if unknown.
-        proved: Whether the peak is within the format of the site.
-        inside: Bound on the largest square that a norm or variance computes; ``None`` for other ops.
-    """
-
+    # bound on the magnitude of the values before rounding, for finite inputs; infinity if unknown
     peak: float
-    proved: bool
+    proved: bool  # whether the peak is within the format of the site
+    # bound on the largest square that a norm or variance computes; ``None`` for other ops
     inside: float | None = None
 
     def joined(self, other: Bound) -> Bound:
@@ -321,22 +317,15 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class BoundTable:
-    """The result of a bound pass.
+    """The result of a bound pass."""
 
-    Attributes:
-        bounds: Bounds by site.
-        intervals: Intervals by node name, for tests and for the search of ``--stress``.
-        assumed: Assumptions about the inputs.
-        uncovered: Ops without a transfer function, or called in a way that it does not support; their values
-            are unbounded.
-        failed: Ops whose transfer function broke its contract, which is a defect.
-    """
-
-    bounds: dict[SiteId, Bound]
+    bounds: dict[SiteId, Bound]  # bounds by site
+    # intervals by node name, for tests and for the search of ``--stress``
     intervals: dict[str, Interval | list[Interval]]
-    assumed: tuple[Assumption, ...]
+    assumed: tuple[Assumption, ...]  # assumptions about the inputs
+    # ops without a transfer function, or called in a way that it does not support; their values are unbounded
     uncovered: tuple[str, ...]
-    failed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()  # ops whose transfer function broke its contract, which is a defect
 
     def joined(self, other: BoundTable) -> BoundTable:
         """Return bounds that hold for two graphs of one model, with the intervals of this one."""

@@ -22,22 +22,15 @@ OUTWARD = 2.0**-40
 
 @dataclass(frozen=True)  # without slots, so that results can be cached
 class Interval:
-    """The known bounds of a value of a given shape.
+    """The known bounds of a value of a given shape."""
 
-    Attributes:
-        shape: Shape of the value.
-        low: Lower ends, broadcastable to the shape.
-        high: Upper ends, broadcastable to the shape.
-        norms: Bounds on the L2 norm along an axis, by axis (from 0); of size 1 along that axis.
-        sums: Bounds on the sum of magnitudes along an axis, by axis.
-        mean: Bound on the magnitude of the mean along the last axis; ``None`` if it follows from the others.
-    """
-
-    shape: tuple[int, ...]
-    low: torch.Tensor
-    high: torch.Tensor
+    shape: tuple[int, ...]  # shape of the value
+    low: torch.Tensor  # lower ends, broadcastable to the shape
+    high: torch.Tensor  # upper ends, broadcastable to the shape
+    # bounds on the L2 norm along an axis, by axis (from 0); of size 1 along that axis
     norms: Axes = field(default_factory=dict)
-    sums: Axes = field(default_factory=dict)
+    sums: Axes = field(default_factory=dict)  # bounds on the sum of magnitudes along an axis, by axis
+    # bound on the magnitude of the mean along the last axis; ``None`` if it follows from the others
     mean: float | None = None
 
     @property

@@ -67,15 +67,13 @@ class Watcher:
 
     A recording without a module finds it by name: ``pipe.unet`` for an attribute of a variable,
     ``encoder.layer.0`` for a submodule of a module that the program calls, or the name of a class.
-
-    Attributes:
-        called: Number of calls that the program itself makes, by class of module.
-        unknown: Recordings whose module has not been found yet.
     """
 
     def __init__(self, recordings: Mapping[str, Recording]) -> None:
         self.recordings = recordings
+        # number of calls that the program itself makes, by class of module
         self.called: Counter[str] = Counter()
+        # recordings whose module has not been found yet
         self.unknown = {name: recording for name, recording in recordings.items() if recording.module is None}
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int) -> None:

@@ -66,20 +66,13 @@ class Prices:
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """Minimize the cost of float32 such that no column's predicted error exceeds a budget.
+    """Minimize the cost of float32 such that no column's predicted error exceeds a budget."""
 
-    Attributes:
-        graph: Values and their readers.
-        sensitivities: Error that each rounding adds, relative to the squares of the outputs.
-        prices: Costs of float32 and of casts.
-        pinned: Ops and weights whose values 16 bits cannot represent.
-        wide_reads: Values that 16 bits cannot represent; their readers must take them in float32.
-    """
-
-    graph: PrecisionGraph
-    sensitivities: Sensitivities
-    prices: Prices
-    pinned: Choice = frozenset()
+    graph: PrecisionGraph  # values and their readers
+    sensitivities: Sensitivities  # error that each rounding adds, relative to the squares of the outputs
+    prices: Prices  # costs of float32 and of casts
+    pinned: Choice = frozenset()  # ops and weights whose values 16 bits cannot represent
+    # values that 16 bits cannot represent; their readers must take them in float32
     wide_reads: frozenset[str] = frozenset()
 
     @cached_property
@@ -152,17 +145,12 @@ class TuningProblem:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The measured accuracy of a choice.
+    """The measured accuracy of a choice."""
 
-    Attributes:
-        db: Accuracy of the worst output; ``None`` if it is exact, ``-inf`` with inf or NaN in 16 bits.
-        reached: Whether that meets the requirement.
-        metric: The metric in FP32 and in this run, if the model has one.
-    """
-
+    # accuracy of the worst output; ``None`` if it is exact, ``-inf`` with inf or NaN in 16 bits
     db: float | None
-    reached: bool
-    metric: tuple[float, float] | None = None
+    reached: bool  # whether that meets the requirement
+    metric: tuple[float, float] | None = None  # the metric in FP32 and in this run, if the model has one
 
     @property
     def noise(self) -> float:
@@ -339,16 +327,12 @@ def _silenced() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A choice with its cost and its predicted relative squared error, in the worst column.
-
-    Attributes:
-        bound: Lower bound on the cost of any choice within the budget.
-    """
+    """A choice with its cost and its predicted relative squared error, in the worst column."""
 
     choice: Choice
     cost: float
     noise: float
-    bound: float
+    bound: float  # lower bound on the cost of any choice within the budget
 
 
 @dataclass

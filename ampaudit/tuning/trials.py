@@ -318,19 +318,16 @@ class Costs:
 
     Bytes and seconds are those of eager PyTorch: each op and each cast is a kernel of its own, which reads
     its inputs from memory and writes its outputs there. A compiler that fuses a cast makes it cheaper.
-
-    Attributes:
-        ops: Extra cost of running each site in float32 instead of 16 bits, never negative.
-        casts: Cost of casting a node's value once, in either direction, for nodes whose values can be cast.
-        weights: Extra cost of storing a weight in float32, by placeholder. Tied weights are counted once,
-            under the first name that the graph reads.
-        device: Device whose time is estimated; ``None`` for other kinds.
     """
 
+    # extra cost of running each site in float32 instead of 16 bits, never negative
     ops: Mapping[SiteId, float]
+    # cost of casting a node's value once, in either direction, for nodes whose values can be cast
     casts: Mapping[str, float]
+    # extra cost of storing a weight in float32, by placeholder. Tied weights are counted once, under the
+    # first name that the graph reads
     weights: Mapping[str, float]
-    device: Device | None = None
+    device: Device | None = None  # device whose time is estimated; ``None`` for other kinds
 
 
 def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) -> Costs:
