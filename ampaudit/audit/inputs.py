@@ -24,7 +24,7 @@ from ampaudit.source.open import open_source
 from ampaudit.source.unwrapping import auditable, runnable
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.values import tensors_in
+from ampaudit.trace.values import dtype_name, tensors_in
 
 __all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "check_trained", "open_against"]
 
@@ -244,4 +244,4 @@ def _named_tensors(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]
 
 def _type_of(tensor: torch.Tensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "a scalar"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{shape} {dtype_name(tensor.dtype)}"

@@ -28,7 +28,7 @@ from ampaudit.run.program import Step, widened_tensor
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.opnames import base_name, is_foreign, is_view, mutated_arguments, named_arguments
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, node_dtype, sizes_of, widened
 
 __all__ = [
     "CONTRACTS",
@@ -169,7 +169,7 @@ class Emulated(Backend):
         if step.mutates:
             nodes = step.written(step.node.args, dict(step.node.kwargs))
             for node, tensor in zip(nodes, step.written(args, kwargs), strict=True):
-                dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
+                dtype = node_dtype(node)
                 if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
                     _round_blocks(tensor, tensor, dtype)
         if step.in_place:
@@ -328,7 +328,7 @@ def _as_in_graph(template: Any, value: Any) -> Any:
     """Return a carrier in the dtype of its node, or the graph's own constant."""
     if not isinstance(template, fx.Node):
         return template
-    dtype = getattr(template.meta.get("val"), "dtype", None)
+    dtype = node_dtype(template)
     real = isinstance(value, torch.Tensor) and not value.is_complex()
     return value.to(dtype) if real and dtype in LOW_PRECISION_DTYPES else value
 

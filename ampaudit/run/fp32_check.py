@@ -33,7 +33,7 @@ from ampaudit.trace.graph import Slot
 from ampaudit.trace.isolation import autocast_to_float32, seeded
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
 __all__ = ["EagerModel", "Fp32Check", "is_broken", "reporting_model_failures"]
 
@@ -205,8 +205,7 @@ def _error(value: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(values: torch.Tensor) -> float:
-    parts = torch.view_as_real(values) if values.is_complex() else values
-    return float(torch.linalg.vector_norm(parts, dtype=torch.float64)) ** 2
+    return float(torch.linalg.vector_norm(components(values), dtype=torch.float64)) ** 2
 
 
 def is_broken(output: object) -> bool:

@@ -25,7 +25,7 @@ from ampaudit.run.program import Program, Step, noting_source_line
 from ampaudit.run.segments import weights_by_group
 from ampaudit.trace.converted import ConvertedModel, Release
 from ampaudit.trace.graph import Placeholder, Slot
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, node_dtype
 
 __all__ = [
     "CarriedState",
@@ -302,11 +302,10 @@ class LockStep:
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Copy casts that are later written to, since a cast to float32 returns its own input."""
-        if step.node in self.program.written and step.site is not None and step.site.role.converts:
-            source = step.node.all_input_nodes[0].meta.get("val")
-            if getattr(source, "dtype", None) != step.dtypes[0] and any(
-                result is arg for arg in (*call.args, *call.ref_args)
-            ):
+        casts = step.site is not None and step.site.role.converts
+        if step.node in self.program.written and casts:
+            same_dtype = node_dtype(step.node.all_input_nodes[0]) == step.dtypes[0]
+            if not same_dtype and any(result is arg for arg in (*call.args, *call.ref_args)):
                 return result.clone()
         return result
 

@@ -21,6 +21,7 @@ import torch
 from pydantic import BeforeValidator, PlainSerializer
 
 from ampaudit.core.text import signal_to_noise_db
+from ampaudit.trace.values import components
 
 __all__ = [
     "AS_RUN",
@@ -31,7 +32,6 @@ __all__ = [
     "SampleStatistics",
     "Samples",
     "as_complex",
-    "components",
     "fetch",
     "finite_peak",
     "flat_pair",
@@ -247,11 +247,6 @@ def wrong_elements(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
         return None
     mask = reference.isfinite() & ~value.isfinite()
     return mask if bool(mask.any()) else None
-
-
-def components(tensor: torch.Tensor) -> torch.Tensor:
-    """Return real and imaginary parts along a new last dimension; a real tensor unchanged."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_complex(parts: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,6 @@ from ampaudit.run.measure import (
     FIELDS,
     Samples,
     SampleStatistics,
-    components,
     fetch,
     flat_pair,
     measure_cpu,
@@ -43,7 +42,7 @@ from ampaudit.trace.flatten import VALUE_READ, mark_number
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 from ampaudit.trace.opnames import base_name, named_arguments
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, node_dtype
 
 __all__ = [
     "FULL_CALL",
@@ -286,7 +285,7 @@ def _clean_arguments(
         if source.op == "placeholder" or reference is value:  # it is the rounded reference already
             return value if index is None else value[index]
         reference = reference if index is None else reference[index]
-        return backend.represent(reference, getattr(node.meta.get("val"), "dtype", None))
+        return backend.represent(reference, node_dtype(node))
 
     args, kwargs = backend.arguments(step)
     cleaned = tuple(
@@ -414,7 +413,7 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     if not isinstance(step.target, OpOverload):
         return None
     centred = NORMS.get(base_name(step.target))
-    dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in step.node.all_input_nodes[:1]]
+    dtypes = [node_dtype(n) for n in step.node.all_input_nodes[:1]]
     if centred is None or not any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes)):
         return None
     if not ref_args or not isinstance(ref_args[0], torch.Tensor):

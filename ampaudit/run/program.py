@@ -38,6 +38,7 @@ from ampaudit.trace.values import (
     converted_numbers,
     fake_arguments,
     gives_way,
+    node_dtype,
     widened,
 )
 
@@ -411,7 +412,7 @@ def _updates(
     arguments = named_arguments(overload, node.args, dict(node.kwargs))
     for position in set(mutates) - set(returned_arguments(overload)):
         target = arguments.get(argument_names(overload)[position])
-        dtype = getattr(target.meta.get("val"), "dtype", None) if isinstance(target, fx.Node) else None
+        dtype = node_dtype(target)
         if dtype is not None:
             updates.append((position, dtype))
     return tuple(sorted(updates, key=operator.itemgetter(0)))

@@ -20,12 +20,12 @@ from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import StepCall, WrappedObserver
-from ampaudit.run.measure import as_complex, components, finite_peak
+from ampaudit.run.measure import as_complex, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
 from ampaudit.run.program import Memory, Program, Step, Value
 from ampaudit.run.record import Fate, Origin
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
 __all__ = ["FaultPropagation", "RepairingMeter"]
 

@@ -34,7 +34,7 @@ from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = [
     "Functions",
@@ -517,7 +517,7 @@ def structure_of(module: nn.Module) -> dict[str, Any]:
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
     ]
     lines = "".join(sorted(f"{name} {tuple(parameter.shape)}\n" for name, parameter in parameters))
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in parameters})
+    dtypes = sorted({dtype_name(parameter.dtype) for _, parameter in parameters})
     return {"sha256": hashlib.sha256(lines.encode()).hexdigest(), "count": len(parameters), "dtypes": dtypes}
 
 
@@ -543,7 +543,7 @@ def recorded_calls(
         )
     files, classes = _files(directory, recording), known_classes(model)
     # the 16-bit inputs of a module that had 16-bit parameters, for a model that has none
-    low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
+    low = set(map(dtype_name, LOW_PRECISION_DTYPES))
     dtypes = structure["dtypes"]
     widen = bool(low & set(theirs.dtypes)) and bool(dtypes) and not low & set(dtypes)
     calls = [_read(file, classes, widen=widen) for file in files[:count]]

@@ -28,6 +28,7 @@ from ampaudit.source.inputs import batches_of, functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import auditable, overrides_lightning, runnable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["described_batches", "from_python", "read_description"]
 
@@ -189,7 +190,7 @@ class InputDescription:
 
     def in_words(self, number: int) -> str:
         """Describe the name, sizes and values for a report."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         values = "normally distributed" if self.dtype is not torch.bool else "true or false"
         if self.low is not None and self.high is not None:
             values = f"{format_number(self.low)} to {format_number(self.high)}"

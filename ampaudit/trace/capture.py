@@ -66,7 +66,14 @@ from ampaudit.trace.opnames import argument_names, mutated_arguments, named_argu
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, fake_arguments, inexact, torch_dtype
+from ampaudit.trace.values import (
+    LOW_PRECISION_DTYPES,
+    SharedMemory,
+    fake_arguments,
+    inexact,
+    node_dtype,
+    torch_dtype,
+)
 
 __all__ = [
     "Dimensions",
@@ -436,8 +443,7 @@ def _placeholders(
             tensor = real[name] if name in real else masters.get(id(constant), constant)
             assert isinstance(tensor, torch.Tensor), tensor
             tensors[node.name] = tensor
-        value = node.meta.get("val")
-        slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
+        slots.append(Placeholder(node.name, slot, name, node_dtype(node)))
     return tuple(slots), tensors
 
 

@@ -32,7 +32,7 @@ from ampaudit.trace.isolation import seeded, structural_copy
 from ampaudit.trace.loss import WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 from ampaudit.trace.twins import twins_checked
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = [
     "attempt_in_fp32",
@@ -190,8 +190,7 @@ def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _in_words(name: str, value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{describe(name)}: {type(value).__name__}"
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{describe(name)}: {dtype}{list(value.shape)} on {value.device}"
+    return f"{describe(name)}: {dtype_name(value.dtype)}{list(value.shape)} on {value.device}"
 
 
 def _listed(names: list[str]) -> str:

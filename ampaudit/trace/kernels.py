@@ -32,7 +32,7 @@ from ampaudit.trace.opnames import (
     named_arguments,
     on_meta,
 )
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, dtype_name
 
 __all__ = [
     "TRANSFORMS",
@@ -127,7 +127,7 @@ def rejected_number(called: OpCalled) -> str | None:
     for name in names:
         number = arguments.get(name)
         if isinstance(number, int | float) and limit < abs(number) < math.inf:
-            return f"{number:g} in {str(dtype).removeprefix('torch.')}"
+            return f"{number:g} in {dtype_name(dtype)}"
     return None
 
 

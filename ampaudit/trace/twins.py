@@ -24,7 +24,15 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import is_composite, is_foreign, op_name, written_values
 from ampaudit.trace.stack import calling_line, is_tool_file
-from ampaudit.trace.values import UNKNOWN_SIZE, dtype_name, inexact, sizes_of, storage_id, tensors_in
+from ampaudit.trace.values import (
+    UNKNOWN_SIZE,
+    components,
+    dtype_name,
+    inexact,
+    sizes_of,
+    storage_id,
+    tensors_in,
+)
 
 __all__ = [
     "OpenTwins",
@@ -393,7 +401,7 @@ def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None
         wrong = _differing(op, actual).flatten()
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0])
-            pair = (format_number(float(_real(tensor).flatten()[index])) for tensor in (actual, op))
+            pair = (format_number(float(components(tensor).flatten()[index])) for tensor in (actual, op))
             of = f"{int(wrong.sum()):,} of {wrong.numel():,} values differ"
             raise twin.failed(f"computes something else: {where}{' instead of '.join(pair)} ({of})")
 
@@ -401,15 +409,10 @@ def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None
 def _differing(op: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """Return which elements differ by more than rounding."""
     eps = torch.finfo(op.dtype).eps if inexact(op) else 0.0
-    first, second = _real(op), _real(actual)
+    first, second = components(op).double(), components(actual).double()
     if not eps:
         return first != second
     sized = first[first.abs() < _MASK]
     scale = sized.square().mean().sqrt() if sized.numel() else 0.0
     near = (first - second).abs() <= max(_TOLERANCE, 2 * eps) * (first.abs() + scale)
     return ~(near | (first == second) | (first.isnan() & second.isnan()))
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return parts.double()

@@ -28,6 +28,7 @@ __all__ = [
     "WIDE",
     "SharedMemory",
     "as_read",
+    "components",
     "computing_dtype",
     "converted_numbers",
     "dtype_name",
@@ -36,6 +37,7 @@ __all__ = [
     "float_value",
     "gives_way",
     "inexact",
+    "node_dtype",
     "promoted",
     "sizes_of",
     "sizes_vary",
@@ -64,6 +66,17 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return the dtype without its module: ``float16``; ``None`` for no dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def node_dtype(node: object) -> torch.dtype | None:
+    """Return the dtype of the tensor that a node computes; ``None`` for other nodes and values."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def components(tensor: torch.Tensor) -> torch.Tensor:
+    """Return real and imaginary parts along a new last dimension; a real tensor unchanged."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def torch_dtype(form: NumberFormat) -> torch.dtype:

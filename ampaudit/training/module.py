@@ -29,7 +29,7 @@ from ampaudit.trace.flatten import runnable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype, widened
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, node_dtype, torch_dtype, widened
 from ampaudit.training.model_proxy import (
     Executable,
     ModelProxy,
@@ -255,7 +255,7 @@ def emulated(traced: TracedModel) -> Executable:
 
     def round_result(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
         copied.args, copied.kwargs = widened(copied.args), widened(dict(copied.kwargs))
-        dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
+        dtype = stored.get(node.name) if node.op == "placeholder" else node_dtype(node)
         if dtype not in LOW_PRECISION_DTYPES:
             return copied
         return graph.call_function(round_through, (copied, dtype))
@@ -292,11 +292,6 @@ def _replicate_constants(graph: fx.Graph) -> None:
             with graph.inserting_after(node):
                 constant = graph.call_function(replicated, (node, like))
             node.replace_all_uses_with(constant, lambda user, constant=constant: user is not constant)
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:

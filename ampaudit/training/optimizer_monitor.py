@@ -28,7 +28,7 @@ from ampaudit.core.formats import FLOAT16, Dtype, NumberFormat, format_named, lo
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.entry import layer_path
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, torch_dtype
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, dtype_name, torch_dtype
 from ampaudit.training.prepare import eps_of, own_part, parameters_of
 
 __all__ = ["LoopFormat", "OptimizerMonitor", "WrittenState"]
@@ -313,7 +313,7 @@ class StepMeter:
             gradient = self._parameters[index].grad
             if gradient is None:
                 continue
-            gradient = _real(gradient.to_dense() if gradient.is_sparse else own_part(gradient))
+            gradient = components(gradient.to_dense() if gradient.is_sparse else own_part(gradient))
             unscaled = gradient if remaining is None else gradient / remaining
             self._gradients[index] = self._gradient(unscaled, scale), _sample(gradient) != 0
 
@@ -402,14 +402,9 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as real numbers: real and imaginary parts side by side if it is complex."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced real numbers, as a view if possible."""
-    flat = _real(tensor.detach()).reshape(-1)
+    flat = components(tensor.detach()).reshape(-1)
     step = max(flat.numel() // SAMPLE, 1)
     return flat[::step][:SAMPLE]
 

@@ -30,7 +30,7 @@ from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.reads import ReadKind
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, node_dtype
 
 __all__ = [
     "CHECKS",
@@ -220,8 +220,7 @@ def _undone(context: CheckContext, site: Site) -> Site | None:
     node = context.flow.node(site)
     users = [context.flow.site(user) for user in node.users]
     down = all(u and u.role is Role.INSERTED_CAST and u.dtype in LOW_PRECISION_DTYPES for u in users)
-    source = node.all_input_nodes[0].meta.get("val")
-    if not users or not down or getattr(source, "dtype", None) not in LOW_PRECISION_DTYPES:
+    if not users or not down or node_dtype(node.all_input_nodes[0]) not in LOW_PRECISION_DTYPES:
         return None
     return next(iter(context.flow.readers(site)), None)
 
@@ -259,7 +258,7 @@ def find_in_place(context: CheckContext) -> Iterator[Finding]:
         node = context.flow.node(site)
         writes = isinstance(node.target, torch._ops.OpOverload) and mutated_arguments(node.target)
         others = node.all_input_nodes[1:] if writes else []
-        wide = [n for n in others if getattr(n.meta.get("val"), "dtype", None) is torch.float32]
+        wide = [n for n in others if node_dtype(n) is torch.float32]
         if wide:
             maker = context.flow.maker(wide[0])
             what = maker.id if maker else "a float32 tensor"

@@ -15,7 +15,7 @@ from ampaudit.findings.finding import Finding, Severity
 from ampaudit.run.meter import spacing
 from ampaudit.trace import Role, Site
 from ampaudit.trace.functional import overload_of
-from ampaudit.trace.values import computing_dtype, converted_numbers, dtype_name, fake_arguments
+from ampaudit.trace.values import computing_dtype, converted_numbers, dtype_name, fake_arguments, node_dtype
 
 __all__ = [
     "CHECKS",
@@ -239,8 +239,7 @@ def _counts(context: CheckContext, site: Site) -> bool:
         return False
     if context.observed(site.id).ref_peak < MIN_COUNT or site.id not in context.constants:
         return False
-    values = (node.meta.get("val") for node in context.flow.node(site).all_input_nodes)
-    dtypes = [dtype_name(getattr(value, "dtype", None)) for value in values]
+    dtypes = [dtype_name(node_dtype(node)) for node in context.flow.node(site).all_input_nodes]
     return base == "arange" or any(dtype.startswith(("int", "uint")) for dtype in dtypes)
 
 

@@ -12,7 +12,7 @@ from ampaudit.core.ops import having
 from ampaudit.core.text import listed
 from ampaudit.findings.finding import Finding
 from ampaudit.trace import Role, Site
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, node_dtype
 
 __all__ = ["CHECKS"]
 
@@ -101,7 +101,7 @@ def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
 
 
 def _promotes(context: CheckContext, site: Site) -> bool:
-    dtypes = {getattr(n.meta.get("val"), "dtype", None) for n in context.flow.node(site).all_input_nodes}
+    dtypes = {node_dtype(n) for n in context.flow.node(site).all_input_nodes}
     return torch.float32 in dtypes and bool(dtypes & set(LOW_PRECISION_DTYPES))
 
 

@@ -36,7 +36,6 @@ from ampaudit.run.measure import (
     BLOCK,
     FIELDS,
     as_complex,
-    components,
     fetch,
     flat_pair,
     measure_cpu,
@@ -49,7 +48,7 @@ from ampaudit.trace.flatten import FUNCTION_OUTPUTS, TENSOR_HOOK, is_mark, mark_
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, converts, named_arguments
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
 __all__ = [
     "EXPONENT_OFFSET",

@@ -24,6 +24,7 @@ from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Siz
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import STANDARD, axis_of
+from ampaudit.trace.values import dtype_name
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -87,7 +88,7 @@ class GraphInput:
     rows: int = 0  # of the smallest table that it indexes
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else "no tensor"
+        dtype = dtype_name(self.dtype) if self.dtype is not None else "no tensor"
         sizes = "" if self.sizes is None else f"[{', '.join(map(str, self.sizes))}]"
         return describe(f"{self.name} {dtype}{sizes}")
 

@@ -16,6 +16,7 @@ from ampaudit.core.errors import SourceError, first_line
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.trace.internals import without_modes
+from ampaudit.trace.values import dtype_name
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -220,7 +221,7 @@ def _in_words(value: Operand) -> str:
     if value is None or isinstance(value, list):
         return "none" if value is None else "a sequence"
     tensor = value.real if isinstance(value, Known) else value
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def as_constant(value: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ from ampaudit.trace.internals import (
     recompute,
 )
 from ampaudit.trace.stack import code_line, is_tool_file
-from ampaudit.trace.values import storage_id
+from ampaudit.trace.values import node_dtype, storage_id
 
 __all__ = [
     "AFTER_ACCUMULATION",
@@ -640,8 +640,7 @@ def _separated(
     for node in (*gradients, *section.values):
         env[node] = graph.create_node("placeholder", node.name, (), {}, name=node.name)
         env[node].meta = dict(node.meta)
-        dtype = getattr(node.meta.get("val"), "dtype", None)
-        placeholders.append(Placeholder(env[node].name, Slot.INPUT, node.name, dtype))
+        placeholders.append(Placeholder(env[node].name, Slot.INPUT, node.name, node_dtype(node)))
         if node in owner:
             source = ("gradient", node.args[2]) if node in gradients else ("shared", node.name)
         else:
