@@ -21,7 +21,7 @@ from ampaudit.core.config import path_argument, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
-from ampaudit.core.session import DEFAULT_SESSION, Progress, Session, silent
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of, files_under, read_manifest
@@ -116,7 +116,7 @@ def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], li
         return [Problem("program", PROGRAM, str(error.args[0]))], []
 
 
-def check_files(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
+def check_files(directory: Path, manifest: Manifest, on_progress: Progress) -> Iterator[Problem]:
     """Find missing, truncated, changed and extra files, and name the tensors that differ."""
     hashed, total = 0, sum(record.size for record in manifest.files.values())
     for name, record in manifest.files.items():
@@ -199,7 +199,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
     return value
 
 
-def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
+def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress) -> Iterator[Problem]:
     """Find working weights that are not their rounded masters."""
     part = cache(lambda name: SafetensorsFile(directory / name))
     readable = cache(partial(is_own_file, directory))

@@ -396,9 +396,9 @@ class MasterWeights:
         self,
         masters: Mapping[str, torch.Tensor],
         device: torch.device,
-        release: Release | None = None,
+        release: Release | None,
         *,
-        on_demand: bool = False,
+        on_demand: bool,
     ) -> None:
         stay = on_demand or release is not None
         self.all = {name: tensor if stay else tensor.to(device) for name, tensor in masters.items()}

@@ -322,7 +322,7 @@ def measurements(
     return by_site
 
 
-def weight_peaks(program: Program, release: Release | None = None) -> dict[str, float]:
+def weight_peaks(program: Program, release: Release | None) -> dict[str, float]:
     """Return the largest finite magnitude of each stored float tensor, fetched in one transfer.
 
     ``release`` frees the memory of each once it has been read.
