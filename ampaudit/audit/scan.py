@@ -192,7 +192,7 @@ def _configured(
     config: ScanConfig,
     session: Session,
 ) -> tuple[ModelSource, list[RunConfig]]:
-    """Return the source as it is run, with its steps or loss, and the configuration under each policy."""
+    """Return the source to run, with the inputs of its steps or its loss, and each policy's configuration."""
     backend = session.backend
     if backend is not None and not isinstance(getattr(backend, "name", None), str):
         raise UsageError(

@@ -183,8 +183,8 @@ class Program:
     groups: tuple[tuple[Step, ...], ...]
     outputs: tuple[fx.Node, ...]  # nodes of the model's outputs
     written: frozenset[fx.Node]  # nodes whose memory some step writes to, or that may share such memory
-    # the memory that a node, also that of the outputs, reads by another name than those of all writes to it,
-    # such as that of a view; and of memory the last write, and what it was before
+    # of a node, or of the output: the written memory that it reads through another node than the last write,
+    # such as a view; of memory: the node that wrote it last, and the memory before that
     writers: Mapping[Value, tuple[Value, ...]]
     # the last value of each buffer that a graph without writes in place computes anew
     updated: Mapping[fx.Node, fx.Node]

@@ -483,7 +483,7 @@ class RunRecord:
     traces: int = 0  # number of times the model was traced
     comparison: ModelComparison | None = None  # comparison with the reference model of ``--against``
     fed_back: str = ""  # description of the function that computes the inputs of a step
-    # peaks of the batches' tensors, by graph number and placeholder, for measured rules
+    # FP32 peaks of the batches' inputs, by number of the graph and placeholder, for measured rules
     input_peaks: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
