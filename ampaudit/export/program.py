@@ -26,7 +26,7 @@ from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.capture import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
-from ampaudit.trace.flatten import runnable
+from ampaudit.trace.flatten import as_module
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.stack import model_frames
@@ -105,7 +105,7 @@ class GraphModel(nn.Module):
         super().__init__()
         paths = {p.node: p.node if p.slot is Slot.CONSTANT else p.name for p in folded.placeholders}
         # a single attribute, to avoid clashes with names of the model's layers
-        self._ampaudit = (runnable(folded.graph), folded.placeholders, outputs, paths)
+        self._ampaudit = (as_module(folded.graph), folded.placeholders, outputs, paths)
         parameters: dict[tuple[object, ...], nn.Parameter] = {}
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:

@@ -311,13 +311,14 @@ def capture(
         config.rules, config.author_rules, low_dtype, facts, planned, edits, defaultdict(numbering)
     )
     custom_code = CustomCode(tracer, current_layer)
+    casts_at_ops = bool(file.rules) and file.weights.storage != "lower"
     try:
         with (
             quiet(),
             contextlib.nullcontext() if config.seed is None else seeded(config.seed),
             torch.set_grad_enabled(config.differentiated),
             autocast_visible(file.autocast, low_dtype),
-            mixed_recurrent_inputs() if file.weights.storage == "rounded" else contextlib.nullcontext(),
+            mixed_recurrent_inputs() if casts_at_ops else contextlib.nullcontext(),
             DispatchHook(caster, path).installed(),
             custom_code.watched(),
             lazy_graph_modules(True),

@@ -28,12 +28,12 @@ __all__ = [
     "VALUE_READ",
     "VALUE_SIZED",
     "ObjectSource",
+    "as_module",
     "flat_graph",
     "has_effect",
     "is_mark",
     "mark_number",
     "marked_values",
-    "runnable",
     "saved_values",
 ]
 
@@ -81,7 +81,7 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
     return graph
 
 
-def runnable(graph: fx.Graph) -> fx.GraphModule:
+def as_module(graph: fx.Graph) -> fx.GraphModule:
     """Return a flat graph as a module, in which the bodies of ops such as ``torch.cond`` are submodules."""
     bodies: dict[str, torch.nn.Module] = {}
     graph = copy.deepcopy(graph)

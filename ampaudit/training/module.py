@@ -25,7 +25,7 @@ from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.backward.tracer import CHECKPOINT
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.flatten import runnable
+from ampaudit.trace.flatten import as_module
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
@@ -280,7 +280,7 @@ def _transformed(
     graph.lint()
     for node in graph.nodes:
         node.meta = {}  # fake tensors and stack traces are not needed any more
-    run: Callable[..., Any] = runnable(graph).forward
+    run: Callable[..., Any] = as_module(graph).forward
     return lambda values: tuple(run(*values))
 
 

@@ -136,6 +136,17 @@ def test_its_dtypes_are_those_of_a_half_model(name: str) -> None:
     assert len(whole) >= 1
 
 
+@pytest.mark.parametrize("policy", ["apex-o1", "strongly-typed", "16-bit"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_take_inputs_in_16_bits_where_ops_are_cast(
+    kind: Callable[..., nn.Module], policy: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), kind(8, 8, batch_first=True)).eval()
+    report = scan(model, torch.randn(2, 3, 8), policy=policy)
+    assert report.verdict == "pass"
+    assert report.low_precision_sites
+
+
 @pytest.mark.parametrize("policy", ["ampaudit", "half", "modelopt"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_networks_are_taken_apart(kind: Callable[..., nn.Module], policy: str) -> None:
