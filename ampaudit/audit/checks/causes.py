@@ -76,7 +76,7 @@ def buffers(context: CheckContext, site: Site) -> str | None:
     return None if buffer is None else f"buffer {buffer!r} keeps the value after the call"
 
 
-@cause("AMP101", "scale the input down before the model reads it, or use bfloat16")
+@cause("AMP101", "")
 def inputs(context: CheckContext, site: Site) -> str | None:
     """Explain an op that reads an input of the model which the format cannot hold."""
     beyond = context.origins[site.id].input
@@ -263,7 +263,7 @@ def find_origins(context: CheckContext) -> Iterator[Finding]:
         reasons = ((c, c.applies(context, site)) for c in (OVERFLOW_CAUSES if overflow else DOMAIN_CAUSES))
         match, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
         code = match.code if match else ("AMP101" if overflow else "AMP103")
-        advice = match.advice if match else _advice(context, site)
+        advice = (match and match.advice) or _advice(context, site)
         number = rounded_number(context, site)
         if number is not None and number.site.dtype is None:  # it compares, since its result is no float
             advice = f"compute what {number.site.id} compares in float32, where the number is not rounded"
@@ -324,8 +324,13 @@ def _domain_text(context: CheckContext, site: Site) -> str:
 def _advice(context: CheckContext, site: Site) -> str:
     where = f"layer {site.layer!r}" if site.layer else "this op"
     peak, form = context.observed(site.id).ref_peak, context.number_format
+    beyond = context.origins[site.id].input
+    if beyond is not None:
+        peak = max(peak, beyond[1])
     fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
     other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
+    if beyond is not None:
+        return f"scale the input down before the model reads it{other}"
     return f"try a rule that keeps {where} in float32{other}"
 
 

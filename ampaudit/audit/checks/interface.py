@@ -216,7 +216,7 @@ class Cause:
     """A named reason for an origin."""
 
     code: str  # code of its page
-    advice: str  # the code to write instead
+    advice: str  # the code to write instead; empty for the usual advice
     # function that returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not
     applies: Callable[[CheckContext, Site], str | None]
 
