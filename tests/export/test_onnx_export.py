@@ -109,6 +109,7 @@ class Lists(nn.Module):
             "topk": lambda: low.topk(3)[0],
             "sort": lambda: low.sort(-1)[0],
             "einsum": lambda: torch.einsum("ij,kj->ik", low, low),
+            "stack_of_whole_numbers": lambda: torch.stack([low, torch.arange(8).expand(4, 8)]),
         }
         result: torch.Tensor = results[self.op]()
         return result
@@ -119,7 +120,7 @@ class Lists(nn.Module):
     "op",
     [
         *("stack", "concat", "column_stack", "split", "chunk", "unbind", "tensor_split", "topk", "sort"),
-        "einsum",
+        *("einsum", "stack_of_whole_numbers"),
     ],
 )
 def test_lists_and_operators_without_bfloat16_mean_the_same(op: str, dtype: str, tmp_path: Path) -> None:

@@ -217,11 +217,11 @@ def _without_lists(program: ExportedProgram) -> ExportedProgram:
 
 
 def _promoted(graph: fx.Graph, joined: Any, dtype: torch.dtype) -> Any:
-    """Cast the tensors of a list to a dtype, if they have several; return anything else unchanged."""
+    """Cast floats, and what is joined with them, to a dtype; return anything else, such as indices."""
     if not isinstance(joined, list | tuple) or not all(isinstance(item, fx.Node) for item in joined):
         return joined
     dtypes = [item.meta["val"].dtype for item in joined]
-    if len(set(dtypes)) < 2:
+    if len(set(dtypes)) < 2 or not any(each.is_floating_point for each in dtypes):
         return joined
     return [
         item if old == dtype else _called(graph, item, torch.ops.aten._to_copy.default, dtype=dtype)
