@@ -236,13 +236,13 @@ def _take_slices(graph: fx.Graph, node: fx.Node, axis: int, parts: Sequence[torc
     whole, start = node.all_input_nodes[0], 0
     for index, part in enumerate(parts):
         if part.dim() < whole.meta["val"].dim():
-            taken = _called(graph, whole, torch.ops.aten.select.int, axis, index)
+            piece = _called(graph, whole, torch.ops.aten.select.int, axis, index)
         else:
-            taken = _called(graph, whole, torch.ops.aten.slice.Tensor, axis, start, start + part.shape[axis])
+            piece = _called(graph, whole, torch.ops.aten.slice.Tensor, axis, start, start + part.shape[axis])
             start += part.shape[axis]
         for item in [user for user in node.users if user.args[1] == index]:
-            taken.meta["custom"] = item.meta.get("custom", {})
-            item.replace_all_uses_with(taken)
+            piece.meta["custom"] = item.meta.get("custom", {})
+            item.replace_all_uses_with(piece)
 
 
 def _called(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -279,6 +279,8 @@ def _widen_bfloat16(model: ir.Model) -> None:
         return node
 
     for node in list(model.graph.all_nodes()):
+        if not any(value is not None and value.dtype == low for value in (*node.inputs, *node.outputs)):
+            continue
         types = node_types(node, node.version or model.opset_imports.get(node.domain, 1), "bfloat16")
         graph = node.graph
         assert graph is not None
