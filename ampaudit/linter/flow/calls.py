@@ -159,6 +159,10 @@ def _call_torch(
         )
     if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
         return modules
+    if path == "torch.utils.data.DataLoader" and "collate_fn" not in arguments.keywords:
+        dataset = arguments.get(0, "dataset")
+        if isinstance(dataset, KnownItems):
+            return dataset
     if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         data = arguments.get(0, "data")
         if isinstance(data, Tensor) and data.dtype == "float16" and not data.computed_under:
@@ -260,13 +264,6 @@ def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Va
     return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
 
 
-def _loader(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    dataset = arguments.get(0, "dataset")
-    if isinstance(dataset, KnownItems) and "collate_fn" not in arguments.keywords:
-        return dataset
-    return unknown_call(interpreter, node, "torch.utils.data.DataLoader", arguments)
-
-
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     positional = arguments.positional
     has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
@@ -285,7 +282,6 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "contextlib.nullcontext": _context("null"),
     "torch.autograd.grad": gradients.autograd_grad,
     "torch.save": _save,
-    "torch.utils.data.DataLoader": _loader,
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
     "functools.partial": _partial,

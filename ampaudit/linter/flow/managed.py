@@ -52,10 +52,11 @@ def make_managed(
     # DeepSpeed has the number in its configuration, 1 if it is not given
     divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
-    managed = Managed(framework, certainty, divides, _dtype_of_engine(arguments))
+    is_engine = framework.name == "DeepSpeed"
+    managed = Managed(framework, certainty, divides, _dtype_of_engine(arguments) if is_engine else "")
     if not file_number(node):
         interpreter.managers.add(managed)
-    if framework.name != "DeepSpeed":
+    if not is_engine:
         return managed
     return KnownItems((managed, managed, arguments.keywords.get("training_data", managed), managed))
 

@@ -226,14 +226,14 @@ def call_model(
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
     if model.instance is None:
         call_op(interpreter, node, "torch.nn.Module", arguments.all())
-    has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
-    weights = _weights_dtype(interpreter, model)
+    weights_dtype = _weights_dtype(interpreter, model)
     if model.layers and model.layers[0] in MATRIX_LAYERS:
+        has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
         is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
-        known = weights if is_cast or has_dtype else "float32"
+        known = weights_dtype if is_cast or has_dtype else "float32"
         check_input(interpreter, node, model.layers[0], arguments, known)
     elif model.origin.startswith(_NETWORKS):
-        check_input(interpreter, node, "Model", arguments, weights)
+        check_input(interpreter, node, "Model", arguments, weights_dtype)
     place = interpreter.point
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
@@ -245,7 +245,7 @@ def call_model(
         return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
-        weights = _weights_dtype(interpreter, model) or place.weights
+        weights = weights_dtype or place.weights
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
             k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
@@ -255,7 +255,7 @@ def call_model(
         return _from_model(returned, cast, model_calls, node)
     return Tensor(
         dtype=_dtype_of_output(interpreter, model, arguments, cast),
-        weights_dtype=_weights_dtype(interpreter, model),
+        weights_dtype=weights_dtype,
         computed_under=cast,
         model_calls=model_calls,
         node=node,

@@ -315,7 +315,7 @@ class Tensor(NamedTuple):
 
     Attributes:
         scaler_key: Key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
-        dtype: Dtype, if it is certain, ``integer`` for all that no float is promoted by; else empty.
+        dtype: Dtype, if it is certain; ``integer`` for masks and whole numbers, which promote no float.
         weights_dtype: 16-bit dtype of the weights of the model that returned it, else empty.
         computed_under: 16-bit dtype of autocast when it was computed, else empty.
         upcast: Call that has cast it to float32, if no op followed.

@@ -200,10 +200,12 @@ def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> It
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
     name = dotted_name(dtype) if dtype is not None else ""
-    chosen = {e.scaler for e in of_type(followed.events, ScalerMade) if any(g.kind == "if" for g in e.guards)}
+    conditional = {
+        e.scaler for e in of_type(followed.events, ScalerMade) if any(g.kind == "if" for g in e.guards)
+    }
     for scaler in _scalers(flow, followed.events) if name else ():
         is_always_on = (
-            isinstance(scaler.node, ast.Call) and not scaler.node.keywords and scaler.key not in chosen
+            isinstance(scaler.node, ast.Call) and not scaler.node.keywords and scaler.key not in conditional
         )
         if scaler.node is not None and is_always_on and name in flow.point.script.dtype_choices:
             yield Mistake(
