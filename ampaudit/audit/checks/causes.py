@@ -323,15 +323,14 @@ def _domain_text(context: CheckContext, site: Site) -> str:
 
 def _advice(context: CheckContext, site: Site) -> str:
     where = f"layer {site.layer!r}" if site.layer else "this op"
+    change = f"try a rule that keeps {where} in float32"
     peak, form = context.observed(site.id).ref_peak, context.number_format
     beyond = context.origins[site.id].input
     if beyond is not None:
-        peak = max(peak, beyond[1])
+        change, peak = "scale the input down before the model reads it", max(peak, beyond[1])
     fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
     other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
-    if beyond is not None:
-        return f"scale the input down before the model reads it{other}"
-    return f"try a rule that keeps {where} in float32{other}"
+    return f"{change}{other}"
 
 
 OVERFLOW_CAUSES: tuple[Cause, ...] = (
