@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TINY_BERT", "TINY_RESNET", "parser"]
-
 # of Transformers' configurations
 TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}

@@ -7,8 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-__all__ = ["exponent", "repeated_seconds", "seconds"]
-
 
 def seconds(call: Callable[[], object]) -> float:
     """The time of one call."""

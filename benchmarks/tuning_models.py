@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Made", "made"]
-
 VOCABULARY, START = 32, 1
 KEPT = Path(__file__).resolve().parents[1] / "dist" / "trained"
 

@@ -22,8 +22,6 @@ from benchmarks.tuning_models import Made
 from tests.support.onnx_models.exported import exported
 from tests.support.onnx_strict import float_types, run_fp32, run_strict
 
-__all__ = ["HIGHEST", "OnnxCase"]
-
 PEER = Path(__file__).with_name("onnx_peers.py")
 MOVES = frozenset({"Cast", "Constant", "Gather", "Identity", "Reshape", "Slice", "Split", "Transpose"})
 HIGHEST, LOWEST = 9.0, -3.0  # log2 of AutoCast's default limit, and of one below every value of a norm

@@ -182,27 +182,33 @@ def test_a_checkpoint_is_converted_without_what_traces_models() -> None:
         assert not name.startswith(("ampaudit.trace", "ampaudit.run")), f"this takes half a second: {way}"
 
 
-def exported(module: str) -> set[str]:
-    """What a module exports of its own; packages hand on what their modules export."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    given = [
-        n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
-    ]
-    named = {c.value for value in given for c in ast.walk(value) if isinstance(c, ast.Constant)}
-    imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    return {str(name) for name in named - imported}
+def defined(module: str) -> set[str]:
+    """The public names that a module defines, not those that it imports."""
+    names: set[str] = set()
+    for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {name.id for target in targets for name in names_in(target)}
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_no_two_modules_export_the_same_name() -> None:
     uniform = {"CHECK", "CHECKS", "CAUSE"}  # of every check, every cause
     uniform |= {"INSTRUMENT", "MEASURING"}  # of every instrument
     uniform |= {"assert_safe"}  # the pytest plugin's fixture hands out the function
-    found: dict[str, list[str]] = {}
-    for module in INNER:
-        for name in exported(module) - uniform:
-            found.setdefault(name, []).append(module)
-    twice = {name: modules for name, modules in found.items() if len(modules) > 1}
-    assert not twice, "rename all but one of these, or leave it out of __all__"
+    imported: dict[str, set[str]] = {}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in INNER:
+                imported.setdefault(node.module, set()).update(alias.name for alias in node.names)
+    exporters: dict[str, list[str]] = {}
+    for module, names in imported.items():
+        for name in (names & defined(module)) - uniform:
+            exporters.setdefault(name, []).append(module)
+    twice = {name: modules for name, modules in exporters.items() if len(modules) > 1}
+    assert not twice, "rename all but one of these"
 
 
 def torch_names(tree: ast.Module) -> dict[str, str]:

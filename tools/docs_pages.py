@@ -15,8 +15,6 @@ import ampaudit
 from ampaudit.findings.pages import Page, all_pages
 from ampaudit.findings.pages.page import command_of, family
 
-__all__ = ["ELSEWHERE", "generated_pages"]
-
 ROOT = Path(__file__).resolve().parents[1]
 # pages that are kept elsewhere in the repository, where people look for them first
 ELSEWHERE = {

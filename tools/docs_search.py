@@ -15,8 +15,6 @@ from lunr.builder import Builder
 from lunr.pipeline import Pipeline
 from lunr.stop_word_filter import WORDS, stop_word_filter
 
-__all__ = ["QUESTIONS", "unanswered"]
-
 SHOWN = 5  # pages that one sees without scrolling
 # a question, and guides that answer it
 QUESTIONS = {

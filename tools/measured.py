@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["PACKAGE", "executed", "read_times"]
-
 PACKAGE = "ampaudit"
 
 

@@ -27,14 +27,12 @@ from ampaudit.core.session import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural
 from ampaudit.findings.finding import CombinedPolicy, Finding, Trial
-from ampaudit.run.audit import RunConfig
+from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import Pair
 from ampaudit.source import ModelSource
 from ampaudit.trace import Site
 from ampaudit.trace.op_calls import bypass
 from ampaudit.trace.values import dtype_name
-
-__all__ = ["advised"]
 
 ROUNDS = 8  # as many alternatives as a finding has, and some for errors that appear only then
 REDUCING = 16  # runs

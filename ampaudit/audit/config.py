@@ -29,25 +29,6 @@ from ampaudit.findings.finding import FailOn, FailOnGaps
 from ampaudit.findings.pages import codes_beginning
 from ampaudit.policy import RuleSet, load_policy
 
-__all__ = [
-    "MIN_HEADROOM",
-    "MIN_SQNR",
-    "FailOnLevel",
-    "FailOnOption",
-    "Ignored",
-    "MinHeadroom",
-    "MinSqnr",
-    "PlanConfig",
-    "PolicyConfig",
-    "PolicyName",
-    "Rules",
-    "ScanConfig",
-    "TwinFile",
-    "check_device",
-    "policies_of",
-    "rules_of",
-]
-
 
 def _known_codes(ignored: tuple[str, ...]) -> tuple[str, ...]:
     for text in ignored:

@@ -26,9 +26,6 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import dtype_name, tensors_in
 
-__all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "check_trained", "open_against"]
-
-
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 SizedInputs = Callable[..., Inputs]  # by axis, for a sweep
 ModelLike = nn.Module | ModelSource | str | Path

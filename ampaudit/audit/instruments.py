@@ -15,8 +15,6 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["Measuring", "checks_for"]
-
 
 class Measuring(Protocol):
     """The measuring half of an instrument."""

@@ -15,8 +15,6 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Outputs", "mean_metric", "metric_of", "metrics_of", "within_drop"]
-
 Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # by batch and name: in FP32 and in 16 bits
 
 

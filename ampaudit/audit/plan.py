@@ -27,7 +27,8 @@ from ampaudit.report.plan import (
     PlanReport,
     RuleUse,
 )
-from ampaudit.run.audit import RunConfig, measure, promoted_sites
+from ampaudit.run.audit import measure, promoted_sites
+from ampaudit.run.config import RunConfig
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.segments import Segment, cut_program
@@ -41,8 +42,6 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
-
-__all__ = ["plan", "planned_weights", "trace_under"]
 
 
 @with_options(PlanConfig)

@@ -26,8 +26,9 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.policy import RuleSet
 from ampaudit.report.extrapolation import Stressed
-from ampaudit.run.audit import Audit, RunConfig, run_audits
+from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.backends import Float32Backend, choose_backend
+from ampaudit.run.config import RunConfig
 from ampaudit.run.measure import Observation
 from ampaudit.run.program import Program, Step, compile_program
 from ampaudit.run.record import RunRecord
@@ -39,8 +40,6 @@ from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.path.recorder import refuse_path
-
-__all__ = ["Search", "compare_with_run", "prove", "static_audit", "stressed"]
 
 _STARTS = 3  # of each search
 _KEEP = -1  # in place of ids on which the value does not depend

@@ -16,8 +16,6 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
 from ampaudit.source import ModelSource
 
-__all__ = ["RescaledModel", "rescaled_model"]
-
 _STREAMS = 8  # each costs an audit
 
 

@@ -38,8 +38,6 @@ from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
-
 # shares of the free memory; the rest is for other processes and for the run itself
 _HOST_SHARE = 0.5
 _DEVICE_SHARE = 0.8

@@ -42,16 +42,6 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
-__all__ = [
-    "THIS_TOOL",
-    "build_report",
-    "changed_verdicts",
-    "finite_or_none",
-    "headroom_bits",
-    "rounded",
-    "this_environment",
-]
-
 SiteVerdict = Literal["proved", "observed", "overflows", "poisoned", "not observed"]
 _MOST_ANSWERS = 2  # distinct values that are listed for one line
 THIS_TOOL = ToolInfo("ampaudit", __version__)
@@ -216,8 +206,8 @@ def _forward(stats: Observation, form: NumberFormat, batch: str | None) -> Forwa
         inf=int(stats.pos_inf + stats.neg_inf),
         nan=int(stats.nan),
         elements=stats.elements,
-        sqnr_db=rounded(stats.sqnr_db),
-        local_sqnr_db=rounded(stats.local_sqnr_db),
+        sqnr_db=round_db(stats.sqnr_db),
+        local_sqnr_db=round_db(stats.local_sqnr_db),
         local_elements=stats.local_elements,
         sampled=samples.sampled,
         min_nonzero=samples.min_nonzero,
@@ -247,17 +237,17 @@ def _output_accuracy(
 ) -> OutputAccuracy:
     comparison = context.record.outputs.get(name)
     if comparison is None:
-        return OutputAccuracy(name, site, rounded(sqnr))
+        return OutputAccuracy(name, site, round_db(sqnr))
     broken = sqnr == -math.inf
     problem = accuracy_text(comparison, context.number_format.name) if broken else ""
     return OutputAccuracy(
         name,
         site,
-        None if broken else rounded(sqnr),
+        None if broken else round_db(sqnr),
         kind=comparison.kind,
         differing=comparison.differing,
         problem=problem,
-        variation_db=rounded(comparison.variation_db),
+        variation_db=round_db(comparison.variation_db),
         constant=comparison.constant if comparison.kind != "integer" else None,
         empty=not comparison.elements and not comparison.mismatch,
         repaired=bool(comparison.bad) and not problem,
@@ -270,7 +260,7 @@ def headroom_bits(form: NumberFormat, peak: float) -> float | None:
     return round(form.headroom_bits(peak), 4) if peak > 0 else None
 
 
-def rounded(value: float | None) -> float | None:
+def round_db(value: float | None) -> float | None:
     """Round an accuracy in dB as reports show it."""
     return None if value is None else round(value, 3)
 

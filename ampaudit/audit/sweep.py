@@ -21,8 +21,6 @@ from ampaudit.report.model import Report, SiteReport
 from ampaudit.run.extreme_value import MIN_SIZES, crossing_of
 from ampaudit.source import ModelSource
 
-__all__ = ["swept"]
-
 CODE = "AMP120"
 _MAX_SITES = 10
 Sized: TypeAlias = tuple[Report, frozenset[SiteId]]

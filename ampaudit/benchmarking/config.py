@@ -22,8 +22,6 @@ from ampaudit.core.config import (
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.devices.catalogue import Device, device_named
 
-__all__ = ["BenchConfig", "parse_modes"]
-
 MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+compile")
 DEFAULT_MODES = MODES[:-1]
 

@@ -26,8 +26,6 @@ from ampaudit.trace.fake_model import make_fake_model, named_tensors
 from ampaudit.trace.state import TraceCache
 from ampaudit.training.train import make_optimizer, optimizer_state
 
-__all__ = ["Peak", "holds_graph", "live_bytes", "measure_peak", "predict_step", "storage_bytes"]
-
 _SHARED = ("_ampaudit_compiled", "_ampaudit")  # attributes with graphs, which copies share
 
 

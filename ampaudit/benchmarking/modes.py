@@ -30,18 +30,6 @@ from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.prepare import is_master_free
 from ampaudit.training.train import TrainingStep, make_optimizer, model_with_loss, prepare_step
 
-__all__ = [
-    "BenchSetup",
-    "ModeRunner",
-    "NotSupported",
-    "batch_size_of",
-    "build_mode",
-    "moved",
-    "resized",
-    "with_batch_size",
-]
-
-
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -42,9 +42,6 @@ from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.failure import plain_reason
 
-__all__ = ["ModeRun", "bench", "search"]
-
-
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 

@@ -42,9 +42,6 @@ from ampaudit.trace.opnames import (
 )
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, SharedMemory, sizes_of, tensors_in
 
-__all__ = ["Bound", "BoundTable", "assumptions", "bound", "contains"]
-
-
 MAX_COMPUTED = 1 << 22  # elements up to which a constant is computed
 _REGISTERED = (elementwise, products, reductions, shapes)
 

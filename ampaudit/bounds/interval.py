@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "hull", "symmetric", "unbounded"]
-
 Axes = Mapping[int, torch.Tensor]
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
 OUTWARD = 2.0**-40

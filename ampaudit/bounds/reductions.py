@@ -14,8 +14,6 @@ from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, output_inter
 from ampaudit.core.formats import FLOAT32
 from ampaudit.trace.values import sizes_of
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, slots=True)
 class _Rows:

@@ -18,9 +18,6 @@ from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.opnames import base_name, may_write, written_values
 from ampaudit.trace.values import SharedMemory
 
-__all__ = ["without_visible_writes", "written_memory"]
-
-
 _RESIZING = ("resize_", "resize_as_", "set_")  # after these, the values of views of the memory are unknown
 
 

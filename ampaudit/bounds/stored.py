@@ -11,18 +11,6 @@ from ampaudit.bounds.interval import OUTWARD, Interval, between, finite, symmetr
 from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
 from ampaudit.trace.values import dtype_name
 
-__all__ = [
-    "UNIT_ROUNDOFF",
-    "any_value",
-    "as_number",
-    "can_represent",
-    "converted",
-    "format_of",
-    "rounding",
-    "stored",
-    "widened_once",
-]
-
 UNIT_ROUNDOFF = 2.0**-24  # of float32: half of an ulp, relative
 _UNDERFLOW = 2.0**-110  # absolute error of a float32 sum whose terms are flushed to zero
 _EXACT_INTEGERS = 2.0**53  # largest integer up to which float64, the dtype of ends, holds all integers

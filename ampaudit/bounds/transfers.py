@@ -21,21 +21,6 @@ from ampaudit.bounds.stored import UNIT_ROUNDOFF, as_number, converted, rounding
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import as_read
 
-__all__ = [
-    "ELEMENTARY",
-    "MAX_ROOT",
-    "TRANSFERS",
-    "VANISHING",
-    "DuplicateTransfer",
-    "KnownTensor",
-    "OpCall",
-    "RegisteredTransfer",
-    "arguments_of",
-    "output_interval",
-    "summation_error",
-    "transfer",
-]
-
 ELEMENTARY = 2.0**-20  # relative error of exp, tanh and the like: 16 roundoffs, more than libraries promise
 VANISHING = 2.0**-63  # magnitude below which a square may vanish in float32
 MAX_ROOT = 2.0**63  # L2 norm up to which a sum of squares is finite in float32

@@ -14,8 +14,6 @@ from pathlib import Path
 from ampaudit.core.errors import AuditError
 from ampaudit.core.untrusted import describe, describe_path, open_regular
 
-__all__ = ["Archive", "map_privately"]
-
 MAX_MEMBERS = 1_000_000
 _MAX_DIRECTORY = 256_000_000  # bytes of the table of members
 # APPNOTE.TXT 6.3.10, sections 4.3.7 to 4.3.16

@@ -17,18 +17,6 @@ from ampaudit.core.errors import WeightsError
 from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe, describe_path, read_table, validate
 
-__all__ = [
-    "INDEX_SUFFIX",
-    "PICKLED",
-    "Checkpoint",
-    "RescaledPart",
-    "WatchedPart",
-    "count_megabytes",
-    "map_checkpoint",
-    "open_checkpoint",
-    "weights_error",
-]
-
 INDEX_SUFFIX = ".safetensors.index.json"
 _HINT = "download it again"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")

@@ -27,15 +27,6 @@ from ampaudit.checkpoint.safetensors import MAX_DIMENSIONS
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_DEPTH, describe, describe_path
 
-__all__ = [
-    "CodeNeeded",
-    "RefusedPickle",
-    "flat_tensor",
-    "misfit",
-    "read_plain_data",
-    "read_state_dict",
-]
-
 MAX_PICKLE = 64_000_000  # bytes
 _SAVE_AGAIN = "torch.save model.state_dict() only, or use safetensors"
 MAX_OPCODES = 3_000_000  # 90,000 tensors; each may take some 100 bytes of memory

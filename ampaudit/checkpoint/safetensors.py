@@ -33,25 +33,6 @@ from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.untrusted import describe, describe_path, open_regular, parse_json, validate
 
-__all__ = [
-    "MAX_DIMENSIONS",
-    "PIECE",
-    "InMemory",
-    "MappedWeights",
-    "Part",
-    "SafetensorsFile",
-    "Shape",
-    "TensorEntry",
-    "TypeName",
-    "Written",
-    "clipped",
-    "dtype_of",
-    "header_bytes",
-    "type_name",
-    "write_part",
-    "write_safetensors",
-]
-
 PIECE = 1 << 19  # elements: 2 MiB of float32, which stay in the cache while they are cast and summed
 RING = 8  # buffers, used in turn
 _AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used again meanwhile

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ampaudit.report.check import Breach
     from ampaudit.report.model import Report
 
-__all__ = ["UnsafeModel", "assert_safe"]
-
 _WIDTH = 110
 _LIMITS: tuple[Literal["min_headroom"], Literal["min_sqnr"]] = ("min_headroom", "min_sqnr")
 

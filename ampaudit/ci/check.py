@@ -28,8 +28,6 @@ from ampaudit.render.json import to_json
 from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
 from ampaudit.report.documents import read_baseline
 
-__all__ = ["BaselineFile", "check", "check_all"]
-
 _HOW = "write one with: ampaudit check TARGETS --baseline FILE --update-baseline"
 _POLL_SECONDS = 0.05
 _HINTS = {

@@ -26,8 +26,6 @@ from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirecto
 from ampaudit.core.untrusted import describe
 from ampaudit.findings.finding import FailOnGaps
 
-__all__ = ["CheckConfig", "read_config"]
-
 _FINITE = AllowInfNan(False)
 
 

@@ -13,8 +13,6 @@ from ampaudit.findings.pages import all_pages
 from ampaudit.report.check import Breach, Budgets, KnownFinding, KnownTarget, Measurements
 from ampaudit.report.model import Report
 
-__all__ = ["Judgement", "check_codes", "judge", "known_target", "measured_in"]
-
 # changes up to these are rounding: another order of summation, another version of a kernel
 _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
 _GROWTH = 10 ** (_DB / 20)  # of a drop of the metric

@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
 
-__all__ = ["assert_safe", "pytest_addoption"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for default policy and dtype, and for a report directory."""

@@ -36,8 +36,6 @@ from ampaudit.source.open import open_source
 if TYPE_CHECKING:
     from ampaudit.parallel.ranks import RankShare
 
-__all__ = ["check_target"]
-
 
 def check_target(request: Request, share: RankShare | None = None) -> TargetResult:
     """Audit a target and compare it with its budgets; without a share, this process runs all batches.

@@ -16,8 +16,6 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import load_policy
 from ampaudit.render.render import keeping
 
-__all__ = ["bench_command"]
-
 
 @click.command("bench", cls=FirstRankCommand)
 @click.argument("model")

@@ -20,8 +20,6 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.core.session import Session
 
-__all__ = ["check_command"]
-
 
 @click.command("check", cls=GroupedCommand)
 @click.argument("targets", nargs=-1)

@@ -33,8 +33,6 @@ from ampaudit.export.config import ConvertConfig, VerifyConfig
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
 
-__all__ = ["convert_command", "verify_command"]
-
 _OF_A_MODEL = set("weights inputs batches train stream fail_on min_headroom min_sqnr ignore".split())
 
 

@@ -7,8 +7,6 @@ import click
 from ampaudit.cli.options import debug_option, format_option
 from ampaudit.cli.output import print_result
 
-__all__ = ["devices_command"]
-
 
 @click.command("devices")
 @click.argument("name", required=False)

@@ -9,8 +9,6 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["explain_command"]
-
 
 @click.command("explain")
 @click.argument("code", required=False)

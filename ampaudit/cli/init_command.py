@@ -14,8 +14,6 @@ from ampaudit.core.text import escape_control
 if TYPE_CHECKING:
     from ampaudit.cli.project_models import ModelClass
 
-__all__ = ["init_command"]
-
 _NAME = "audit_model.py"
 _FILE = '''\
 """What `ampaudit scan {file}` audits: a model, and inputs like those that it will be used on."""

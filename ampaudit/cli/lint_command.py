@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ampaudit.linter.linting import LintedFile
     from ampaudit.report.lint import LintReport
 
-__all__ = ["lint_command"]
-
 _STDIN = "-"
 
 

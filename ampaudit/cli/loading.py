@@ -20,8 +20,6 @@ from ampaudit.core.source_config import (
 if TYPE_CHECKING:
     from ampaudit.source import ModelSource
 
-__all__ = ["keep_freed_memory", "load_source"]
-
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _NEVER = (1 << 31) - 1

@@ -12,8 +12,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["run"]
-
 
 def run() -> NoReturn:
     """Run the console script."""

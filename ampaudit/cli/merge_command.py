@@ -12,8 +12,6 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe
 from ampaudit.findings.finding import FailOnGaps
 
-__all__ = ["merge_command"]
-
 
 @click.command("merge", cls=FirstRankCommand)
 @click.argument("parts", nargs=-1, required=True, type=FILE)

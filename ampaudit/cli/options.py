@@ -23,27 +23,6 @@ from ampaudit.render.render import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_forma
 if TYPE_CHECKING:
     from ampaudit.parallel.ranks import RankShare
 
-__all__ = [
-    "FILE",
-    "FirstRankCommand",
-    "GroupedCommand",
-    "among_ranks",
-    "config_from",
-    "config_options",
-    "configuration_option",
-    "debug_option",
-    "explicit_options",
-    "file_option",
-    "force_option",
-    "format_option",
-    "output_options",
-    "plot_option",
-    "quiet_option",
-    "report_options",
-    "verbose_option",
-]
-
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record", bound=Config)
 FILE = click.Path(path_type=Path)

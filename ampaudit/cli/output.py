@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ampaudit.report.documents import Document
 
-__all__ = ["deliver_document", "print_result"]
-
 _FILE_WIDTH = 100
 
 

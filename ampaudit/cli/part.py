@@ -15,8 +15,6 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 
-__all__ = ["options_of_words", "write_scan_part"]
-
 # options of the audit that a part stores; it does not store consent to run code of a checkpoint
 _PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir"}
 

@@ -19,8 +19,6 @@ from ampaudit.render.render import keeping
 if TYPE_CHECKING:
     from ampaudit.report.plan import PlanReport
 
-__all__ = ["plan_command"]
-
 
 @click.command("plan", cls=FirstRankCommand)
 @click.argument("model")

@@ -19,8 +19,6 @@ from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED
 
-__all__ = ["COMMANDS", "main", "run_command"]
-
 Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
 # module and function of each command, and its line in the help text
 COMMANDS = {

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-__all__ = ["ProgressBar"]
-
 _FIRST_WORD = re.compile(r"[^ ,]*")
 PATIENCE_SECONDS = 2.0
 LOG_SECONDS = 5.0

@@ -13,8 +13,6 @@ from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.flow.syntax import keyword_value, simple_name
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 
-__all__ = ["ModelClass", "models_of"]
-
 _BASES = ("Module", "LightningModule", "PreTrainedModel")
 _RANDOM = ("randn", "rand", "zeros", "ones", "randint", "empty")
 _SIDE = 64  # of a picture, if nothing says how large they are

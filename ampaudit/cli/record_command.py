@@ -29,8 +29,6 @@ from ampaudit.recording.config import RecordConfig
 if TYPE_CHECKING:
     from ampaudit.recording.calls import Watcher
 
-__all__ = ["record_command"]
-
 _SHOWN = 8  # called classes listed in an error
 
 

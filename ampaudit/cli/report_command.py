@@ -11,8 +11,6 @@ from ampaudit.cli.options import FILE, config_from, config_options, report_optio
 from ampaudit.cli.output import deliver_document
 from ampaudit.report.compare import DiffConfig, differences
 
-__all__ = ["diff_command", "report_command"]
-
 
 @click.command("report")
 @click.argument("file", type=FILE)

@@ -26,8 +26,6 @@ from ampaudit.policy.load import Loaded
 from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names, rules_schema_text
 from ampaudit.render.grid import open_table
 
-__all__ = ["rules_group"]
-
 _OPS_SHOWN = 16
 
 

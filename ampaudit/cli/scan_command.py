@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
-__all__ = ["audit_location", "report_scan", "scan_command"]
-
 
 @click.command("scan", cls=GroupedCommand)
 @click.argument("model")

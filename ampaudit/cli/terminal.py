@@ -17,8 +17,6 @@ from ampaudit.core.text import escape_control
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["bound_size", "make_printable", "print_notes", "show"]
-
 _MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
 _HANDLER = "ampaudit-ascii"
 # the marks that our own reports use; other letters come from names, and are shown as escapes

@@ -26,8 +26,6 @@ from ampaudit.policy import load_policy
 from ampaudit.render.render import keeping
 from ampaudit.training.config import TrainConfig
 
-__all__ = ["train_command"]
-
 
 @click.command("train", cls=FirstRankCommand)
 @click.argument("model")

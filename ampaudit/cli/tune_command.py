@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ampaudit.parallel.ranks import RankShare
     from ampaudit.report.tuning import TuningReport
 
-__all__ = ["tune_command"]
-
 _RULES = (".yaml", ".yml")
 
 

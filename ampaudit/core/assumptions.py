@@ -11,8 +11,6 @@ from typing import Any
 from ampaudit.core.errors import UsageError
 from ampaudit.core.untrusted import describe
 
-__all__ = ["Assumption", "parse_assumption", "parse_sweep", "sweep_text"]
-
 _EXAMPLE = "--sweep length=64,256,1024"
 _MAX_VALUE = 1 << 31
 _MAX_NAME = 60

@@ -19,8 +19,6 @@ from ampaudit.core import interrupts
 from ampaudit.core.forkserver import ForkedProcess, start_forked, start_interpreter
 from ampaudit.core.text import escape_control, format_bytes
 
-__all__ = ["ChildLimits", "ChildProcess", "child_environment"]
-
 _MAX_LINE = 200
 
 

@@ -19,32 +19,6 @@ from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.formats import low_precision_format, name_of_dtype
 from ampaudit.core.untrusted import describe
 
-__all__ = [
-    "COMMAND_LINE",
-    "NOT_NAN",
-    "Config",
-    "DeviceName",
-    "DtypeName",
-    "FilePath",
-    "Option",
-    "Seed",
-    "Texts",
-    "Trust",
-    "UserFunction",
-    "limits_of",
-    "long_flag",
-    "no_such",
-    "option_of",
-    "path_argument",
-    "path_arguments",
-    "python_only",
-    "signature_with_options",
-    "split_commas",
-    "value_type",
-    "with_options",
-]
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 UserFunction = Callable[..., Any]

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["confine_files", "confine_process", "die_with_parent", "limit_resources", "watch_calls"]
-
 _MAX_OPEN_FILES = 256
 _MAX_FILE = 256_000_000  # bytes per file
 

@@ -22,24 +22,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "AuditError",
-    "CouldNotAudit",
-    "InputError",
-    "OutputError",
-    "PolicyError",
-    "ProofBroken",
-    "RankLost",
-    "ReferenceBroken",
-    "RunFailed",
-    "SourceError",
-    "TraceFailed",
-    "UsageError",
-    "WeightsError",
-    "did_you_mean",
-    "first_line",
-]
-
 
 def first_line(error: BaseException) -> str:
     """Return the first non-empty line of an error's text, or the name of its type."""

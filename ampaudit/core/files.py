@@ -18,20 +18,6 @@ from pathlib import Path
 from ampaudit.core import interrupts
 from ampaudit.core.errors import OutputError, SourceError
 
-__all__ = [
-    "FileState",
-    "check_directory",
-    "check_unchanged",
-    "check_writable",
-    "replace_bytes",
-    "staged_directory",
-    "states_of",
-    "temporary_directory",
-    "write_bytes",
-    "write_private",
-    "write_text",
-]
-
 _LOCKS_DIRECTORIES = os.name != "nt"  # Windows cannot open directories
 SUFFIX = ".tmp"
 _OURS = "ampaudit-"  # prefix of the leftovers that are removed from the system's temporary folder

@@ -30,8 +30,6 @@ from typing import Any, BinaryIO, NoReturn
 from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.imports import import_ahead
 
-__all__ = ["ForkedProcess", "prepare_forks", "start_forked", "start_interpreter"]
-
 # the package may only be importable from the directory where this process was started; that directory comes
 # last, so that nothing in it shadows another module
 _START = (

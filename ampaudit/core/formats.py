@@ -20,24 +20,6 @@ if TYPE_CHECKING:
 else:
     Dtype = str
 
-__all__ = [
-    "BFLOAT16",
-    "FLOAT8_E4M3FN",
-    "FLOAT8_E5M2",
-    "FLOAT16",
-    "FLOAT32",
-    "FORMATS",
-    "LOW_PRECISION_FORMATS",
-    "LOW_PRECISION_NAMES",
-    "ROUNDING_DB",
-    "WHAT_IF_FORMATS",
-    "Dtype",
-    "NumberFormat",
-    "format_named",
-    "low_precision_format",
-    "name_of_dtype",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:

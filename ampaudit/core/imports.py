@@ -6,8 +6,6 @@ import contextlib
 import gc
 from importlib import import_module
 
-__all__ = ["TRACER", "import_ahead"]
-
 TRACER = "torch.export._trace"  # takes as long to import as torch, and each trace needs it
 
 

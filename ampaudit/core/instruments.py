@@ -18,8 +18,6 @@ from pydantic_core import CoreSchema, core_schema
 
 from ampaudit.core.config import Config
 
-__all__ = ["RUNS", "ByInstrument", "Instrument", "Need", "instruments", "measuring"]
-
 _PACKAGE = "ampaudit.instruments"
 
 

@@ -21,19 +21,6 @@ if TYPE_CHECKING:  # importing typing would delay the handlers
     from types import FrameType
     from typing import NoReturn
 
-__all__ = [
-    "INTERRUPTED",
-    "Committing",
-    "Deferred",
-    "Released",
-    "at_end",
-    "deliver_anyway",
-    "explained_by",
-    "forget",
-    "install",
-    "leave",
-]
-
 INTERRUPTED = 130
 _GRACE_SECONDS = 1.0  # for the exception to end the command
 _COMMIT_SECONDS = 10.0  # for a rename or a removal

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["having"]
-
 # an entry is the name of a trait, a colon, and its ops; a comment says what the ops below it have in common
 _CATALOGUE = """
 # The result holds elements of the inputs, or zero: nothing overflows or is rounded.

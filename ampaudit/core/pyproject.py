@@ -10,8 +10,6 @@ from ampaudit.core.config import Config, no_such, option_of, value_type
 from ampaudit.core.errors import UsageError
 from ampaudit.core.untrusted import describe, read_bounded
 
-__all__ = ["find_config", "read_options"]
-
 _MAX_BYTES = 10_000_000
 
 

@@ -17,8 +17,6 @@ from ampaudit.core.files import temporary_directory
 from ampaudit.core.forkserver import prepare_forks
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, parse_json, read_bounded
 
-__all__ = ["ANSWER", "REQUEST", "Sandbox", "SandboxLimits", "prepare_sandbox"]
-
 _ANSWER_REQUEST = "ampaudit.core.sandboxed:answer_request"
 REQUEST, ANSWER = "request.json", "answer.json"
 _MAX_ANSWER = 16_000_000

@@ -14,8 +14,6 @@ from ampaudit.core import confinement
 from ampaudit.core.errors import AuditError
 from ampaudit.core.sandbox import ANSWER
 
-__all__ = ["answer_request"]
-
 _MAX_WORDS = 160  # characters of a third-party error
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 
-__all__ = ["DEFAULT_SESSION", "Progress", "Session", "silent"]
-
 Progress = Callable[[str, int, int], None]
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NewType
 
-__all__ = ["SiteId", "SiteNumbering", "SourceLine", "globs_of", "pattern_of"]
-
 SiteId = NewType("SiteId", str)
 
 

@@ -12,18 +12,6 @@ from ampaudit.core.config import Config, FilePath, Option, Seed, Texts, Trust, l
 from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.untrusted import describe
 
-__all__ = [
-    "CONFIG_FILE",
-    "REHEARSAL",
-    "REHEARSAL_ENVIRONMENT",
-    "REHEARSAL_IMPORTS",
-    "AudioDirectory",
-    "BatchCount",
-    "ImageDirectory",
-    "SourceConfig",
-    "TextFile",
-]
-
 CONFIG_FILE = "config.json"
 # how a model of Transformers is built in a sandbox, before its weights are loaded
 REHEARSAL = "ampaudit.source.huggingface:rehearse"

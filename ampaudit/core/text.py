@@ -15,29 +15,6 @@ from dataclasses import dataclass
 
 from ampaudit.core.errors import UsageError
 
-__all__ = [
-    "Comment",
-    "comments_of",
-    "differing_share",
-    "escape_control",
-    "escape_json",
-    "escape_lines",
-    "format_bytes",
-    "format_number",
-    "format_power",
-    "format_scale",
-    "forward_slashes",
-    "listed",
-    "model_file",
-    "parse_size",
-    "plural",
-    "ratio_db",
-    "share_db",
-    "shell_quoted",
-    "short_op",
-    "signal_to_noise_db",
-]
-
 _COMMENT = re.compile(r"#\s*ampaudit:\s*ignore\[(?P<codes>[^\]]*)\]\s*(?P<reason>.*)")
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["place_of", "silence"]
-
 
 def place_of() -> tuple[int, int] | None:
     """Return the rank of this process, from 0, and the number of processes; ``None`` if it is the only one.

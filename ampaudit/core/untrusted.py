@@ -15,21 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from ampaudit.core.errors import AuditError
 from ampaudit.core.text import escape_control
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_MESSAGE",
-    "MAX_TABLE",
-    "MAX_VALUES",
-    "describe",
-    "describe_path",
-    "open_regular",
-    "parse_json",
-    "read_bounded",
-    "read_json",
-    "read_table",
-    "validate",
-]
-
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested objects and lists

@@ -18,8 +18,6 @@ from pydantic import TypeAdapter
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = ["Device", "Rates", "all_devices", "device_named", "generations", "nearest_device"]
-
 _FILE = Path(__file__).with_name("catalogue.yaml")
 # parts of a name that do not distinguish devices
 _BRANDS = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|[\s_()/-]+", re.IGNORECASE)

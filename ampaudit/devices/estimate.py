@@ -20,8 +20,6 @@ from ampaudit.devices.catalogue import Device
 from ampaudit.report.bench import Work
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["OpCost", "OpCounter", "cost_of", "roofline_seconds", "total_work"]
-
 _CASTS = (torch.ops.aten._to_copy.default,)
 _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 

@@ -14,17 +14,6 @@ from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.devices.catalogue import Device, all_devices, generations, nearest_device
 from ampaudit.render.grid import hanging, open_table
 
-__all__ = [
-    "Devices",
-    "Host",
-    "HostDevice",
-    "render_catalogue",
-    "render_device",
-    "render_machine",
-    "this_machine",
-]
-
-
 _CPUINFO = Path("/proc/cpuinfo")
 # descriptions of the flags in /proc/cpuinfo for 16-bit arithmetic
 _FLAGS = {

@@ -22,8 +22,6 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
 
-__all__ = ["ConvertConfig", "Mode", "VerifyConfig"]
-
 Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 
 

@@ -26,7 +26,7 @@ from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
-from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import open_regular
 from ampaudit.export.config import ConvertConfig
@@ -56,7 +56,7 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
-from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
+from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 from ampaudit.source.streamed import model_names, open_weights
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import kept_by_author, named_tensors
@@ -64,8 +64,6 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.tune import tuned_rules
-
-__all__ = ["convert", "copy_companions"]
 
 # files of weights in any format, which are not copied since they would contradict the converted ones
 _WEIGHT_SUFFIXES = {

@@ -31,8 +31,6 @@ from ampaudit.trace.capture import Dimensions
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import names_of_tensors, tensor_leaves
 
-__all__ = ["DynamicShapes", "compare_shapes", "retraced"]
-
 _RANGE = "say which sizes it takes: --dynamic INPUT=NAME:LOW-HIGH,..."
 _HINT = "leave out --dynamic, or the dimensions on which the model's code depends"
 _DIMENSION = re.compile(r"^([^\W\d]\w*)(?::(\d{1,9})-(\d{1,9})?)?$")

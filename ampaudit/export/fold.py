@@ -19,8 +19,6 @@ from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["FoldedGraph", "fold_casts", "folded_weights", "planned_dtypes"]
-
 
 @dataclass(frozen=True, slots=True)
 class FoldedGraph:

@@ -31,18 +31,6 @@ from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import Conversion, OutputRecord, ProgramShapes
 
-__all__ = [
-    "FileRecord",
-    "Manifest",
-    "conversion_of",
-    "digest_of",
-    "files_under",
-    "manifest_of",
-    "read_manifest",
-    "write_manifest",
-    "write_table",
-]
-
 _HINT = "convert the model again"
 _MAX_FILES = 100_000
 _MAX_NAME = 1000  # bytes

@@ -14,8 +14,6 @@ from ampaudit.policy.schema import Reason
 from ampaudit.trace.graph import Site, TracedModel
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["plan_rules"]
-
 _REASONS = frozenset(Reason)
 Key = tuple[str, str, tuple[tuple[str, str], ...], float | None]
 

@@ -32,22 +32,6 @@ from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.stack import model_frames
 from ampaudit.trace.values import dtype_name
 
-__all__ = [
-    "ExampleCall",
-    "GraphModel",
-    "ReferenceOutputs",
-    "as_structure",
-    "compare_output",
-    "digest_of_tensors",
-    "export_program",
-    "flat_outputs",
-    "record_reference",
-    "run_program",
-    "same_nodes",
-    "save_program",
-    "tensors_only",
-]
-
 ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 

@@ -12,13 +12,12 @@ from ampaudit.checkpoint.safetensors import SafetensorsFile, TensorEntry, write_
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.session import Progress, silent
+from ampaudit.core.source_config import CONFIG_FILE
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest, write_table
 from ampaudit.export.verify import file_problem, is_own_file
 from ampaudit.export.weight_files import MASTER_INDEX, StoredTensor
-from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
-
-__all__ = ["restore"]
+from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 
 
 def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress = silent) -> Manifest:

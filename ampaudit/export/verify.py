@@ -31,9 +31,6 @@ from ampaudit.report.conversion import OutputRecord, Problem, Verification
 from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
 from ampaudit.source.pt2.graph import ForeignOperator
 
-__all__ = ["file_problem", "is_own_file", "verify"]
-
-
 _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 

@@ -35,16 +35,6 @@ from ampaudit.core.session import Progress, silent
 from ampaudit.core.untrusted import describe
 from ampaudit.policy.schema import Constants
 
-__all__ = [
-    "MASTER_INDEX",
-    "StorageDecision",
-    "StoredTensor",
-    "TensorStats",
-    "WeightFiles",
-    "decide_as_planned",
-    "write_weights",
-]
-
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 MASTER_INDEX = f"{MASTER}{INDEX_SUFFIX}"
 

@@ -23,8 +23,6 @@ from ampaudit.policy.decide import matches_any
 from ampaudit.policy.schema import Cast
 from ampaudit.report.conversion import Conversion
 
-__all__ = ["conversion_to", "convert_weights", "is_checkpoint"]
-
 
 def is_checkpoint(location: str) -> bool:
     """Return whether a location holds weights without a model."""

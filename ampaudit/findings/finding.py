@@ -17,36 +17,6 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import escape_control, format_number, listed, plural, short_op
 from ampaudit.findings.pages.page import Kind
 
-__all__ = [
-    "CRASHED",
-    "INSTALLED",
-    "KNOWN",
-    "OTHER_CODE",
-    "OTHER_FUNCTION",
-    "CombinedPolicy",
-    "Evidence",
-    "FailOn",
-    "FailOnGaps",
-    "Finding",
-    "Gap",
-    "GapKind",
-    "Gate",
-    "Outcome",
-    "Severity",
-    "Source",
-    "Trial",
-    "TrialKind",
-    "Verdict",
-    "counts_in_words",
-    "gaps_in_words",
-    "gate_at",
-    "gate_on",
-    "pass_or_fail",
-    "threshold",
-    "verdict_on",
-]
-
-
 CRASHED = "AMP990"  # the finding that a check itself failed
 OTHER_CODE = "AMP212"  # a line of the model computes something else in 16 bits
 OTHER_FUNCTION = "AMP611"  # the audited model computes something else than its reference

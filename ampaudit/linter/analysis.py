@@ -54,8 +54,6 @@ from ampaudit.linter.repair import with_safety
 from ampaudit.linter.rules import RULES
 from ampaudit.linter.source_tree import LinkedScript
 
-__all__ = ["analyze"]
-
 _MAX_CONDITIONS = 3
 
 

@@ -10,8 +10,6 @@ from pydantic import BeforeValidator
 from ampaudit.core.config import Config, FilePath, Option, Texts
 from ampaudit.core.pyproject import read_options
 
-__all__ = ["LintConfig", "read_lint_config"]
-
 
 def _of_table(given: Any) -> Any:
     """Return the entries of a table such as ``{"tests/*": ["AMP86"]}`` as on the command line."""

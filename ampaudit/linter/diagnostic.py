@@ -7,19 +7,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-__all__ = [
-    "LINES_PER_FILE",
-    "Certainty",
-    "Diagnostic",
-    "Fix",
-    "Mistake",
-    "file_number",
-    "key_of",
-    "line_of",
-    "position_of",
-    "remove_statement",
-]
-
 LINES_PER_FILE: Final = 1 << 24  # the lines of imported file n are counted from n times this
 
 

@@ -13,8 +13,6 @@ from pathspec import GitIgnoreSpec
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 
-__all__ = ["find_files", "leaves_tree", "matches"]
-
 _MAX_BYTES = 1 << 20
 _SUFFIXES = (".py", ".pyi", ".ipynb", ".md", ".markdown")
 _SKIPPED_DIRECTORIES = frozenset(

@@ -12,8 +12,6 @@ from libcst import metadata
 from ampaudit.linter.diagnostic import Fix
 from ampaudit.linter.source_text import character_column, split_lines
 
-__all__ = ["apply_fixes"]
-
 Node: TypeAlias = Any  # libcst's leave functions take and return another type for each kind of node
 
 

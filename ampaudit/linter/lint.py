@@ -19,8 +19,6 @@ from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
 from ampaudit.report.lint import LintFinding, LintReport
 
-__all__ = ["lint", "lint_report"]
-
 
 @with_options(LintConfig)
 def lint(

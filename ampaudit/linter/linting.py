@@ -46,8 +46,6 @@ from ampaudit.linter.source_text import (
 from ampaudit.linter.source_tree import LinkedScript, SourceTree
 from ampaudit.report.lint import LintFinding, UnreadFile
 
-__all__ = ["LintedFile", "available_cores", "lint_bytes", "lint_file", "lint_files", "lint_text"]
-
 _FILES_AT_ONCE = 16  # that a process gets together
 _MANY_FILES = 64  # from which several processes are faster
 _PARSE_ERRORS = (SyntaxError, RecursionError, MemoryError)

@@ -16,8 +16,6 @@ from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.selection import RuleSelection
 
-__all__ = ["Analysis", "is_bound", "repair", "with_safety"]
-
 _MAX_ROUNDS: Final = 10
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 

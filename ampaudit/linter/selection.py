@@ -15,8 +15,6 @@ from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.discovery import matches
 
-__all__ = ["UNUSED_SUPPRESSION", "RuleSelection", "suppression_of"]
-
 UNUSED_SUPPRESSION = "AMP991"
 
 

@@ -12,20 +12,6 @@ from dataclasses import dataclass, replace
 from difflib import unified_diff
 from typing import Any, Final
 
-__all__ = [
-    "MAX_SOURCE_BYTES",
-    "CodeBlock",
-    "Unreadable",
-    "blank_cell",
-    "character_column",
-    "decode",
-    "diff_lines",
-    "extract_code_blocks",
-    "lines_of_cells",
-    "replace_code_blocks",
-    "split_lines",
-]
-
 _MARK = "# ampaudit cell "
 _MAGIC = "pass  # ampaudit magic "
 _SHELL = re.compile(r"[\w.]+\?+$|[\w, ]+= *[!%]")  # help, and the result of a command

@@ -24,8 +24,6 @@ from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
 from ampaudit.linter.flow.values import ClassInfo
 from ampaudit.linter.source_text import Unreadable, decode
 
-__all__ = ["LinkedScript", "SourceTree"]
-
 _MAX_FILES: Final = 12  # that are followed from one script
 _LINE = re.compile(r"\bline (\d+)")  # in the cause of a diagnostic
 _TIMM_SCALERS: Final = """

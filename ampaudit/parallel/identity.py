@@ -22,15 +22,6 @@ from ampaudit.source import ModelSource
 from ampaudit.source.user_code import GIVEN_FILE
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = [
-    "CommandShare",
-    "Identity",
-    "identity_of",
-    "imported_files",
-    "is_divisible",
-    "refuse_undivided",
-]
-
 _SAMPLES = 256  # elements of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 # options that are compared elsewhere or do not affect the records

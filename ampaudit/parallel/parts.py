@@ -26,24 +26,7 @@ from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import Failure, PartDone, PartRecords, join_parts, joined_in_order, raise_first
 
-__all__ = [
-    "KIND",
-    "SCHEMA",
-    "AuditPart",
-    "FilePart",
-    "MergedParts",
-    "PartFile",
-    "parse_part",
-    "part_file",
-    "part_from_json",
-    "part_to_json",
-    "read_parts",
-    "records_from_json",
-    "records_of_rank",
-    "records_to_json",
-]
-
-SCHEMA = 1
+PART_SCHEMA = 1
 _HOW = "write one with: ampaudit scan MODEL --part 1/4 -o part-1.json"
 KIND = "part"
 T = TypeVar("T")
@@ -95,7 +78,7 @@ class FilePart(CommandShare):
         local, (_, identity) = self._local, self.about
         batches = tuple(sorted(local.records))
         part = AuditPart(
-            KIND, SCHEMA, self._index, self._count, *self.about, batches, local.failure, self._words
+            KIND, PART_SCHEMA, self._index, self._count, *self.about, batches, local.failure, self._words
         )
         write_bytes(path, part_file(part, [local.records[number] for number in part.batches]), force=force)
         if local.failure is not None:
@@ -268,7 +251,7 @@ def part_from_json(data: bytes, name: str) -> AuditPart:
     value = _parse(data, name)
     if not isinstance(value, dict) or value.get("kind") != KIND:
         raise InputError(f"{name}: not a part of an audit", hint=_HOW)
-    if isinstance(schema := value.get("schema"), int) and schema > SCHEMA:
+    if isinstance(schema := value.get("schema"), int) and schema > PART_SCHEMA:
         raise InputError(f"{name}: written by a newer ampaudit", hint="merge with that version")
     return _validate(_PART, value, name)
 

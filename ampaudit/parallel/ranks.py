@@ -32,7 +32,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import (
     KIND,
-    SCHEMA,
+    PART_SCHEMA,
     AuditPart,
     part_from_json,
     part_to_json,
@@ -50,8 +50,6 @@ from ampaudit.run.share import (
     joined_in_order,
     raise_first,
 )
-
-__all__ = ["Board", "PipelineShare", "RankShare", "with_ranks"]
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 120.0  # for a connection, and for a reply
@@ -121,7 +119,7 @@ class RankShare(CommandShare):
         failure = local.failure
         if failure is not None and failure.kind == "RunFailed":  # perhaps its machine's, as a lack of memory
             failure = replace(failure, message=f"rank {self.rank}: {failure.message}")
-        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self.about, batches, failure)
+        part = AuditPart(KIND, PART_SCHEMA, self.rank, self.count, *self.about, batches, failure)
         if self.rank > 0:
             self._board.put(f"{self._passes}/{self.rank}", part_to_json(part))
             return self._send(local)

@@ -14,11 +14,9 @@ from ampaudit.core.files import write_bytes
 from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
-from ampaudit.parallel.parts import KIND, SCHEMA, AuditPart, PartFile, part_file
+from ampaudit.parallel.parts import KIND, PART_SCHEMA, AuditPart, PartFile, part_file
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import ALONE, PartRecords, Route, Share
-
-__all__ = ["ResumedShare"]
 
 _AUDIT = "audit.json"
 _STATE_BYTES = 1 << 40
@@ -124,7 +122,7 @@ class ResumedShare(CommandShare, Route):
         self, path: Path, batches: tuple[int, ...] = (), records: Sequence[list[RunRecord]] = ()
     ) -> None:
         assert self.about is not None, "describe() comes before any batch"
-        part = AuditPart(KIND, SCHEMA, 0, 1, *self.about, batches)
+        part = AuditPart(KIND, PART_SCHEMA, 0, 1, *self.about, batches)
         write_bytes(path, part_file(part, records), force=True)
 
     def limit(self, memory: int) -> int:

@@ -30,23 +30,6 @@ from ampaudit.policy.schema import (
     same_value,
 )
 
-__all__ = [
-    "Decision",
-    "Measurement",
-    "NeighborSide",
-    "OpFacts",
-    "PlanSite",
-    "RuleSet",
-    "TargetEnvironment",
-    "class_names",
-    "color",
-    "compiled",
-    "matches_any",
-    "matches_class",
-    "plan_graph",
-    "with_attributes",
-]
-
 _FREE = (Cast.INFER, Cast.CLEAR)
 _FLOAT32 = (Cast.FLOAT32, Cast.FORBID, Cast.SET_DTYPE, Cast.APPEND_DTYPE)
 _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)

@@ -32,21 +32,6 @@ from ampaudit.policy.schema import (
     expand,
 )
 
-__all__ = [
-    "PLAIN_FP32",
-    "Loaded",
-    "StartingScale",
-    "load_file",
-    "load_policy",
-    "load_vocabulary",
-    "loss_scale_for",
-    "plain_fp32",
-    "policy_names",
-    "profile",
-    "profiles",
-    "starting_scale",
-]
-
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 # including base 60, which PyYAML converts in quadratic time

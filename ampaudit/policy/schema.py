@@ -12,36 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-__all__ = [
-    "AS_IS",
-    "UNSET",
-    "ArgTest",
-    "ArgumentCast",
-    "Cast",
-    "Constants",
-    "Defaults",
-    "EvidenceCondition",
-    "KeepFp32",
-    "LossScale",
-    "Match",
-    "NumericCondition",
-    "Reason",
-    "Rule",
-    "RuleFile",
-    "StrictModel",
-    "Text",
-    "UnknownOp",
-    "WeightPolicy",
-    "When",
-    "aten_arguments",
-    "aten_names",
-    "expand",
-    "inner_op",
-    "rules_schema_text",
-    "same_value",
-    "synonyms",
-]
-
 # Synonyms in ATen. In-place variants (add_) are derived from the name.
 _SYNONYMS = [
     line.split()

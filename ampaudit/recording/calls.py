@@ -40,8 +40,6 @@ from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.internals import Replacement, patched
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["Watcher", "record", "record_named"]
-
 _MAX_DEPTH = 24  # of nested containers, each up to four levels of JSON; readers allow 100 levels
 _CACHES = "transformers.cache_utils"  # caches of Transformers are objects with plain attributes
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)

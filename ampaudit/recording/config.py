@@ -10,8 +10,6 @@ from pydantic import AfterValidator
 from ampaudit.core.config import Config, Option
 from ampaudit.core.text import parse_size
 
-__all__ = ["RecordConfig"]
-
 
 def _bytes(given: int | str) -> int:
     return parse_size(given) if isinstance(given, str) else given

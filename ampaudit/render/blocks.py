@@ -11,21 +11,6 @@ from typing import TypeAlias
 
 from ampaudit.core.text import escape_control
 
-__all__ = [
-    "Block",
-    "Facts",
-    "Indented",
-    "Labelled",
-    "Line",
-    "Rows",
-    "Section",
-    "Table",
-    "facts",
-    "headline",
-    "line",
-    "tabulate",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -11,8 +11,6 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.text import escape_control
 from ampaudit.render.view import Renderable, strip_svg, view_of
 
-__all__ = ["card", "data_frame"]
-
 _ROWS, _LETTERS = 8, 160  # shown in a card; the HTML page shows all
 _TONES = {"pass": "good", "error": "bad", "fail": "bad", "warning": "warn"}
 

@@ -12,8 +12,6 @@ import io
 from ampaudit.core.text import escape_control
 from ampaudit.render.view import Cell, Renderable, view_of
 
-__all__ = ["to_csv"]
-
 # prefixes of spreadsheet formulas, including their full-width forms
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", *"\uff1d\uff0b\uff0d\uff20")
 

@@ -24,17 +24,6 @@ from ampaudit.findings.finding import (
 from ampaudit.findings.pages import title_of
 from ampaudit.render.blocks import Block, Indented, Labelled, Line, Section, line
 
-__all__ = [
-    "MARKS",
-    "TOP",
-    "Alert",
-    "Suite",
-    "alert_of",
-    "combined_section",
-    "finding_sections",
-    "relative_path",
-]
-
 Change = TypeVar("Change", Trial, CombinedPolicy)
 MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠ WARN"}
 _SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}

@@ -8,8 +8,6 @@ from ampaudit.findings.finding import Severity
 from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.view import Renderable, view_of
 
-__all__ = ["to_github"]
-
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 _SHOWN = 10  # annotations of each level that a runner keeps per step
 

@@ -11,8 +11,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["UncutTable", "hanging", "labelled", "open_table"]
-
 _MAX_WIDTH = 100_000
 
 

@@ -10,8 +10,6 @@ from pydantic_core import PydanticSerializationError
 
 from ampaudit.core.text import escape_json
 
-__all__ = ["to_json"]
-
 
 def to_json(value: Any) -> str:
     """Return indented JSON, with fields in the order of the dataclass and a final newline."""

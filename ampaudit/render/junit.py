@@ -9,8 +9,6 @@ from ampaudit.core.text import escape_lines
 from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.view import Renderable, view_of
 
-__all__ = ["to_junit"]
-
 
 def to_junit(document: Renderable) -> str:
     """Return one suite per audit with a case per layer, run or target; only findings that fail it fail."""

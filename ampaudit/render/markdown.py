@@ -12,8 +12,6 @@ from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Secti
 from ampaudit.render.findings import MARKS, Alert, Suite, relative_path
 from ampaudit.render.view import Renderable, view_of
 
-__all__ = ["code", "escaped", "to_markdown"]
-
 _SPECIAL = re.compile(r"[\\`*_{}\[\]<>()#|~&@!\n]|:(?!\s)")
 _ROWS, _DETAILS = 25, 10
 

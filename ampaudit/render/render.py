@@ -24,21 +24,6 @@ from ampaudit.render.view import Renderable, view_class, view_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-
-__all__ = [
-    "FORMAT_REGISTRY",
-    "OUTPUT_FORMATS",
-    "as_file",
-    "check_format",
-    "check_values",
-    "chosen_format",
-    "for_terminal",
-    "formats_of",
-    "keeping",
-    "write_document",
-]
-
-
 _KEPT = "the result is"
 _TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
 

@@ -23,8 +23,6 @@ from ampaudit.findings.pages import all_pages
 from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.view import Renderable, view_of
 
-__all__ = ["to_sarif"]
-
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _PATH_SHOWN = 20
 _MAX_RESULTS = 25_000  # per run; code hosts reject files with more

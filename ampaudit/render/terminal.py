@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-__all__ = ["as_text", "printable", "to_text"]
-
-
 def printable(sections: Iterable[Section]) -> Group:
     """Return the sections separated by empty lines."""
     parts: list[RenderableType] = []

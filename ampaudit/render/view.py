@@ -16,8 +16,6 @@ from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
 
-__all__ = ["Cell", "Renderable", "Row", "Strip", "View", "ViewPage", "strip_svg", "view_class", "view_of"]
-
 _CELLS = 40
 # upper limits of headroom in bits, with colors that are legible on light and dark pages
 _STEPS = ((1, "#e5734f"), (3, "#f4b183"), (6, "#c9dcec"), (10, "#8fbcdb"), (float("inf"), "#4a90c2"))

@@ -8,8 +8,6 @@ from typing import Literal
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo, of_made_up
 
-__all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
-
 PARTS = ("weights", "masters", "gradients", "optimizer", "activations")  # of Memory
 Status = Literal["ok", "out of memory", "not supported", "failed"]
 

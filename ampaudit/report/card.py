@@ -9,8 +9,6 @@ from typing import Any
 from ampaudit.core.config import path_argument
 from ampaudit.core.text import escape_control
 
-__all__ = ["CardRows", "Shown", "counted"]
-
 CardRows = Iterable[tuple[object, ...]]
 
 

@@ -11,18 +11,6 @@ from ampaudit.core.errors import UsageError
 from ampaudit.findings.finding import FailOnGaps, Gate, Severity, Source, pass_or_fail
 from ampaudit.report.card import CardRows, Shown, counted
 
-__all__ = [
-    "Baseline",
-    "Breach",
-    "Budgets",
-    "CheckResults",
-    "KnownFinding",
-    "KnownTarget",
-    "Measurements",
-    "Request",
-    "TargetResult",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class KnownFinding:

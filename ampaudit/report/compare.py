@@ -17,8 +17,6 @@ from ampaudit.report.difference import Difference, Differences, Direction, Repor
 from ampaudit.report.documents import Document, read_document
 from ampaudit.report.model import Comparison, Report, SiteReport
 
-__all__ = ["DiffConfig", "diff", "differences"]
-
 Saved = Report | Comparison | str | Path
 
 

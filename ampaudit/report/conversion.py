@@ -10,8 +10,6 @@ from ampaudit.findings.finding import Gap
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.model import InputsInfo, of_made_up
 
-__all__ = ["Conversion", "OutputRecord", "Problem", "ProgramShapes", "Verification"]
-
 ProblemKind = Literal["missing", "truncated", "changed", "tensor", "extra", "rounding", "program", "output"]
 
 

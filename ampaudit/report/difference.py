@@ -7,8 +7,6 @@ from typing import Literal
 
 from ampaudit.report.card import Shown
 
-__all__ = ["Difference", "Differences", "Direction", "ReportSummary", "SiteChange"]
-
 Direction = Literal["worse", "better", "other"]
 
 

@@ -24,17 +24,6 @@ from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport
 
-__all__ = [
-    "DOCUMENTS",
-    "Document",
-    "json_schema",
-    "kind_of",
-    "parse_document",
-    "read_baseline",
-    "read_document",
-    "report_schema_text",
-]
-
 T = TypeVar("T")
 
 _MAX_BYTES = 64_000_000  # 60,000 sites

@@ -13,7 +13,6 @@ from ampaudit.core.sites import SiteId
 
 Size = Annotated[int, Ge(1), Le(1 << 62)]
 AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,59}$")]
-__all__ = ["Proofs", "SizeGrowth", "Stressed", "Sweep", "SweptValue", "Tail", "VerdictChange"]
 
 
 @dataclass(frozen=True, slots=True)

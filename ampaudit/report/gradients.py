@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "BackwardReport",
-    "Gradient",
-    "LayerScales",
-    "LossValues",
-    "ParameterGradient",
-    "ScaleAdvice",
-    "ScaleRow",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:

@@ -9,8 +9,6 @@ from ampaudit.core.text import escape_control
 from ampaudit.findings.finding import FailOn, Gate, Severity
 from ampaudit.report.card import CardRows, Shown, counted
 
-__all__ = ["LintFinding", "LintReport", "UnreadFile"]
-
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:

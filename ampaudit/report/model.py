@@ -36,30 +36,6 @@ from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, Verdict
 from ampaudit.report.gradients import BackwardReport, Gradient
 from ampaudit.report.steps import StepsReport
 
-__all__ = [
-    "GIVEN",
-    "LOST_DB",
-    "AgainstReport",
-    "Comparison",
-    "Correspondence",
-    "Coverage",
-    "Environment",
-    "Forward",
-    "InputPath",
-    "InputsInfo",
-    "ModelInfo",
-    "OutputAccuracy",
-    "ReadLine",
-    "ReferenceDifference",
-    "Report",
-    "RunInfo",
-    "SiteReport",
-    "ToolInfo",
-    "WeightMemory",
-    "WhatIf",
-    "of_made_up",
-]
-
 LOST_DB = 10.0  # below this accuracy, the error is a third or more of an output's variation
 SCHEMA: Literal[1] = 1
 

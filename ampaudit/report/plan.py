@@ -8,15 +8,6 @@ from typing import Literal
 
 from ampaudit.report.card import CardRows, Shown, counted
 
-__all__ = [
-    "PlanReport",
-    "PlannedMemory",
-    "PlannedSegment",
-    "PlannedSite",
-    "PlannedWeights",
-    "RuleUse",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedSite:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["StepGrowth", "StepReport", "StepsReport", "doubling_time"]
-
 _MIN_POINTS = 6
 _MIN_FIT = 0.85  # share of the variance that a fit must explain
 _MIN_DOUBLINGS = 1.5

@@ -9,8 +9,6 @@ from ampaudit.findings.finding import FailOn, Finding, Gate, Verdict
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
-__all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

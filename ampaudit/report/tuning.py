@@ -9,8 +9,6 @@ from ampaudit.findings.finding import Source
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo
 
-__all__ = ["FrontierPoint", "KeptOp", "KeptWeight", "Noise", "NoiseKind", "TriedSet", "TuningReport"]
-
 NoiseKind = Literal["op", "weight", "cast", "gradient", "jump"]
 Why = Literal["range", "accuracy", "decision"]
 

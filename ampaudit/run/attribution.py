@@ -40,8 +40,6 @@ from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["MAX_OUTPUTS", "Attribution", "Culprit"]
-
 _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 MAX_OUTPUTS = 3  # outputs of a batch whose errors are traced back; most share one culprit
 MAX_RUNS = 96

@@ -38,8 +38,6 @@ from ampaudit.trace.graph import Slot
 from ampaudit.trace.stack import calling_line
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in
 
-__all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
-
 OpOutcome = tuple[str, bool, SourceLine | None]  # op, whether its result is finite, its line if it is not
 _SEED_OFFSET = 2_000_003  # so that next inputs draw other random numbers than the model
 _FIXED = ("author", TWIN)  # decisions that no policy makes

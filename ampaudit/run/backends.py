@@ -30,17 +30,6 @@ from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.opnames import base_name, is_foreign, is_view, mutated_arguments, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, node_dtype, sizes_of, widened
 
-__all__ = [
-    "CONTRACTS",
-    "Backend",
-    "ContractBackend",
-    "Emulated",
-    "Float32Backend",
-    "Native",
-    "choose_backend",
-    "parse_contract",
-]
-
 CONTRACTS = {
     "lower-accumulate": "sums and products add up in the 16-bit format",
     "saturate": "overflow gives the largest finite number, as Ascend may",

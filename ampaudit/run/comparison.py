@@ -11,8 +11,6 @@ import torch
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.graph import Site
 
-__all__ = ["ModelComparison", "ModelDifference"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelDifference:

@@ -22,8 +22,6 @@ from ampaudit.trace.converted import Release
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.path.recorder import PathTracing
 
-__all__ = ["KeepOutputs", "NextInputs", "Recorder", "RunConfig", "Steps"]
-
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 NextInputs = Callable[[Any, Any], Any]
 # runs a reference model on the batch of a number, and compares it with the audited model and its inputs

@@ -16,22 +16,6 @@ from ampaudit.core.text import format_bytes
 from ampaudit.policy import TargetEnvironment
 from ampaudit.source.interface import Batch
 
-__all__ = [
-    "available_devices",
-    "environment_of",
-    "generators_of",
-    "guarded",
-    "naming_indices",
-    "pick_device",
-    "random_state",
-    "refuse_broken_inputs",
-    "refuse_larger_than_memory",
-    "refuse_more_than_memory",
-    "restore_random_state",
-    "storages_of",
-    "tf32",
-]
-
 _OUT_OF_RANGE = ("out of range", "out of bounds", "class values must be smaller")
 _ACCELERATORS = ("cuda", "mps", "xpu")
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from ampaudit.core.sites import SiteId
 from ampaudit.report.extrapolation import Tail
 
-__all__ = ["MIN_BATCHES", "MIN_SIZES", "ExtremeValues", "crossing_of", "fit", "tail_risk"]
-
 MIN_SIZES = 3  # two parameters always fit two points
 _MIN_GROWTH = 0.1  # bits over all sizes; less is not growth
 _MIN_R_SQUARED = 0.95

@@ -35,8 +35,6 @@ from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
-__all__ = ["EagerModel", "Fp32Check", "is_broken", "reporting_model_failures"]
-
 _UNWATCHED: AbstractContextManager[Any] = nullcontext()
 _ELEMENTS = {"complex": "complex numbers", "float": "floating-point numbers", "integer": "integers"}
 

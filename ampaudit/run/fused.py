@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["measure_fused"]
-
 _BLOCK = 1024  # elements that a program reads at once
 _PROGRAMS = 256  # maximum: enough for every current GPU, and merged at once
 _FIELDS = 9

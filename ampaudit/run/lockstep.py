@@ -27,21 +27,6 @@ from ampaudit.trace.converted import ConvertedModel, Release
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, node_dtype
 
-__all__ = [
-    "CarriedState",
-    "GraphState",
-    "Interleaved",
-    "LockStep",
-    "MasterWeights",
-    "Observer",
-    "Pair",
-    "SharedReference",
-    "StepCall",
-    "WrappedObserver",
-    "resolved",
-    "shape_of",
-]
-
 Pair = tuple[Any, Any]
 MISSING = object()
 

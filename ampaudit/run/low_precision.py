@@ -47,8 +47,6 @@ from ampaudit.trace.values import (
     tensors_in,
 )
 
-__all__ = ["call_in_low_precision", "differs_from_one_rounding", "multiplies"]
-
 Arguments = dict[str, Any]
 # values of ``reduce`` with which an op adds
 _ADDS: dict[str, tuple[str | None, ...]] = {

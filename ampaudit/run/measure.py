@@ -23,26 +23,6 @@ from pydantic import BeforeValidator, PlainSerializer
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.trace.values import components
 
-__all__ = [
-    "AS_RUN",
-    "BLOCK",
-    "ERROR_EVERY",
-    "FIELDS",
-    "Observation",
-    "SampleStatistics",
-    "Samples",
-    "as_complex",
-    "fetch",
-    "finite_peak",
-    "flat_pair",
-    "measure_any",
-    "measure_cpu",
-    "measure_on_device",
-    "rounded_components",
-    "sample",
-    "wrong_elements",
-]
-
 SAMPLE_RUNS = 8
 SAMPLE_RUN_LENGTH = 64
 # float32 exponents from -150 (below the smallest subnormal) to 128

@@ -44,19 +44,6 @@ from ampaudit.trace.graph import Role
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, node_dtype
 
-__all__ = [
-    "FULL_CALL",
-    "DecisionDetail",
-    "DecisionStats",
-    "MeasuredValue",
-    "Meter",
-    "PathValues",
-    "differing_choices",
-    "float_outputs",
-    "spacing",
-    "with_fp32_choices",
-]
-
 FULL_CALL = 1 << 13  # output elements up to which any op is called again in full
 _ROWS = 8
 

@@ -17,14 +17,6 @@ import torch
 from ampaudit.core.text import ratio_db, share_db
 from ampaudit.run.measure import FIELDS, flat_pair, measure_cpu, measure_on_device
 
-__all__ = [
-    "OutputComparison",
-    "OutputKind",
-    "compare_outputs",
-    "merge_outputs",
-    "output_kind",
-]
-
 MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 FLAT = 2.0**-16  # relative to the mean; smaller variation is amplified rounding of FP32 itself
 NUMBERS = 7  # per way to divide a tensor into rows: see `measure_rows`

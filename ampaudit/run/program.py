@@ -42,18 +42,6 @@ from ampaudit.trace.values import (
     widened,
 )
 
-__all__ = [
-    "Program",
-    "Step",
-    "call_on",
-    "compile_program",
-    "noting_source_line",
-    "passes_gradients",
-    "widened_tensor",
-    "widened_value",
-]
-
-
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # larger groups keep more values of the reference alive and gain little
@@ -161,14 +149,14 @@ def noting_source_line(step: Step) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryVersion:
     """Memory after a number of writes to it; ``root`` is a node that stands for it."""
 
     root: fx.Node
     writes: int
 
 
-Value: TypeAlias = "fx.Node | Memory"
+NodeOrMemory: TypeAlias = "fx.Node | MemoryVersion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +173,7 @@ class Program:
     written: frozenset[fx.Node]  # nodes whose memory some step writes to, or that may share such memory
     # of a node, or of the output: the written memory that it reads through another node than the last write,
     # such as a view; of memory: the node that wrote it last, and the memory before that
-    writers: Mapping[Value, tuple[Value, ...]]
+    writers: Mapping[NodeOrMemory, tuple[NodeOrMemory, ...]]
     # the last value of each buffer that a graph without writes in place computes anew
     updated: Mapping[fx.Node, fx.Node]
     parameters: frozenset[fx.Node]  # placeholders of parameters
@@ -196,22 +184,22 @@ class Program:
         """Whether a step draws random numbers."""
         return any(step.random for step in self.steps)
 
-    def memory_after(self) -> dict[Value, list[Memory]]:
+    def memory_after(self) -> dict[NodeOrMemory, list[MemoryVersion]]:
         """Return the memory after each write, by the node that writes."""
-        memory: dict[Value, list[Memory]] = {}
+        memory: dict[NodeOrMemory, list[MemoryVersion]] = {}
         for value, sources in self.writers.items():
-            if isinstance(value, Memory):
+            if isinstance(value, MemoryVersion):
                 memory.setdefault(sources[0], []).append(value)
         return memory
 
-    def sources(self, value: Value) -> tuple[Value, ...]:
+    def sources(self, value: NodeOrMemory) -> tuple[NodeOrMemory, ...]:
         """Return what a value, or the content of memory, depends on directly."""
         inputs = value.all_input_nodes if isinstance(value, fx.Node) else ()
         return (*inputs, *self.writers.get(value, ()))
 
-    def free_of(self, data: Set[fx.Node]) -> set[Value]:
+    def free_of(self, data: Set[fx.Node]) -> set[NodeOrMemory]:
         """Return the values that no parameter reaches, and none of some inputs either."""
-        free: set[Value] = set()
+        free: set[NodeOrMemory] = set()
         memory_after = self.memory_after()
         varying = data | self.parameters
         for node in self.traced.graph.nodes:
@@ -258,7 +246,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
 
 def _written_nodes(
     steps: Sequence[Step],
-) -> tuple[frozenset[fx.Node], dict[Value, tuple[Value, ...]]]:
+) -> tuple[frozenset[fx.Node], dict[NodeOrMemory, tuple[NodeOrMemory, ...]]]:
     """Return all nodes that may share memory with one that some step writes to, and the writers."""
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -293,15 +281,17 @@ def _written_nodes(
     return written, _writers(steps, {node: root(node) for node in written})
 
 
-def _writers(steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]) -> dict[Value, tuple[Value, ...]]:
+def _writers(
+    steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]
+) -> dict[NodeOrMemory, tuple[NodeOrMemory, ...]]:
     """Return the sources of each state of written memory, and the states that nodes depend on.
 
     ``roots`` stand for the memory of each node that may be written to. A node that reads what all writes to
     its memory have returned, one from the other, depends on these already.
     """
     passed: dict[fx.Node, int] = {}  # the writes that a value has gone through
-    states: dict[fx.Node, Memory] = {}  # the last of each root
-    writers: dict[Value, tuple[Value, ...]] = {}
+    states: dict[fx.Node, MemoryVersion] = {}  # the last of each root
+    writers: dict[NodeOrMemory, tuple[NodeOrMemory, ...]] = {}
     output = steps[0].node.graph.output_node()
     for node, step in [*((step.node, step) for step in steps), (output, None)]:
         sources = [source for source in node.all_input_nodes if roots.get(source) in states]
@@ -314,7 +304,7 @@ def _writers(steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]) -> dict[Va
         for target in targets:
             root = roots[target]
             before = states.get(root)
-            states[root] = Memory(root, 1 if before is None else before.writes + 1)
+            states[root] = MemoryVersion(root, 1 if before is None else before.writes + 1)
             writers[states[root]] = (node,) if before is None else (node, before)
     return writers
 

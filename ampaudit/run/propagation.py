@@ -22,13 +22,10 @@ from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import StepCall, WrappedObserver
 from ampaudit.run.measure import as_complex, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
-from ampaudit.run.program import Memory, Program, Step, Value
+from ampaudit.run.program import MemoryVersion, NodeOrMemory, Program, Step
 from ampaudit.run.record import Fate, Origin
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
-
-__all__ = ["FaultPropagation", "RepairingMeter"]
-
 
 _FILLING = having("constant", "fills")
 # ops through which an additive mask reaches its softmax
@@ -74,7 +71,7 @@ class FaultPropagation:
                 bad.add((row.site, row.updated))
         self._steps = {step.node: step for step in program.steps}
         self._order = {step.node: number for number, step in enumerate(program.steps)}
-        self._users: dict[Value, list[Value]] = {}
+        self._users: dict[NodeOrMemory, list[NodeOrMemory]] = {}
         for user in dict.fromkeys((*self._steps, *program.writers)):
             for source in program.sources(user):
                 self._users.setdefault(source, []).append(user)
@@ -92,7 +89,9 @@ class FaultPropagation:
             s.site.id for s in program.steps if s.site and s.site.id in large and s.node in takers
         }
 
-    def _downstream(self, starts: Set[Value], through: Set[Value] | None = None) -> set[Value]:
+    def _downstream(
+        self, starts: Set[NodeOrMemory], through: Set[NodeOrMemory] | None = None
+    ) -> set[NodeOrMemory]:
         """Return some values and all that depend on them, if ``through`` is set only by way of these."""
         reached, frontier = set(starts), list(starts)
         while frontier:
@@ -102,7 +101,7 @@ class FaultPropagation:
             frontier += users
         return reached
 
-    def _reach_output(self, values: Container[Value]) -> bool:
+    def _reach_output(self, values: Container[NodeOrMemory]) -> bool:
         """Return whether the outputs depend on any of some values directly."""
         output = self._program.traced.graph.output_node()
         return any(source in values for source in self._program.sources(output))
@@ -161,7 +160,7 @@ class FaultPropagation:
             node = node.all_input_nodes[0]
         return node
 
-    def _sites(self, values: Set[Value]) -> tuple[SiteId, ...]:
+    def _sites(self, values: Set[NodeOrMemory]) -> tuple[SiteId, ...]:
         """Return the sites that compute some values, in graph order."""
         numbers = sorted(self._order[v] for v in values if isinstance(v, fx.Node) and v in self._order)
         steps = (self._program.steps[number] for number in numbers)
@@ -180,9 +179,11 @@ class FaultPropagation:
                 return self._buffers[target]
         return None
 
-    def _wrong_nodes(self) -> set[Value]:
-        wrong: set[Value] = set()
-        right: set[Value] = {value for value in self._program.writers if isinstance(value, Memory)}
+    def _wrong_nodes(self) -> set[NodeOrMemory]:
+        wrong: set[NodeOrMemory] = set()
+        right: set[NodeOrMemory] = {
+            value for value in self._program.writers if isinstance(value, MemoryVersion)
+        }
         for step in self._program.steps:
             if step.makes_values:
                 is_wrong = step.site is not None and step.site.id in self._rows
@@ -219,7 +220,7 @@ class FaultPropagation:
             return least <= -self._limit / 4
         return (least, most) == (0.0, 1.0) and bool((tensor == tensor * tensor).all())
 
-    def _mask_takers(self, free: Set[Value]) -> set[fx.Node]:
+    def _mask_takers(self, free: Set[NodeOrMemory]) -> set[fx.Node]:
         """Return nodes that are a mask, one of ``free``, or fill in, add, select or cast one."""
         takers: set[fx.Node] = set()
         for step in self._program.steps:
@@ -254,12 +255,12 @@ class FaultPropagation:
             return node.op == "placeholder" and finite_peak(self._placeholder(node)) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
 
-    def _values_from_masks(self) -> set[Value]:
+    def _values_from_masks(self) -> set[NodeOrMemory]:
         """Return the wrong values that are masks, or only broken by masks."""
-        masked: set[Value] = set()
+        masked: set[NodeOrMemory] = set()
         memory_after = self._program.memory_after()
 
-        def is_masked(value: Value) -> bool:
+        def is_masked(value: NodeOrMemory) -> bool:
             return all(s in masked for s in self._program.sources(value) if s in self._wrong)
 
         for step in self._program.steps:
@@ -379,7 +380,7 @@ class RepairingMeter(WrappedObserver):
     def _was_written(self, step: Step) -> bool:
         """Return whether the step reads memory that was repaired by another name: which part is not known."""
         memory = self._program.writers.get(step.node, ())
-        return any(isinstance(m, Memory) and m.root in self._repaired_memory for m in memory)
+        return any(isinstance(m, MemoryVersion) and m.root in self._repaired_memory for m in memory)
 
     def _follow(self, step: Step, value: Any, call: StepCall) -> None:
         """Apply an op that selects, moves or reshapes elements to their masks."""

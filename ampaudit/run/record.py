@@ -38,19 +38,6 @@ from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
-__all__ = [
-    "Fate",
-    "Origin",
-    "OutputDifference",
-    "ReadStats",
-    "RunRecord",
-    "StateFault",
-    "StepObservation",
-    "buffer_updates",
-    "takes_path",
-]
-
-
 # in deep models, FP32 itself is accurate to 100 dB or more, and one rounding to 16 bits to 70 dB
 AGREEMENT_DB = 80.0
 RIGHT_DB = 20.0  # accuracy from which a value counts as right although one that it depends on was inf

@@ -39,8 +39,6 @@ from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import GivenValues, PathTracing, with_known_casts
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 
-__all__ = ["BatchRun", "ExecutorCache", "Runner"]
-
 
 class Runner:
     """Runs a model batch by batch and merges the results into one record."""

@@ -35,8 +35,6 @@ from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program
 from ampaudit.run.share import Failure, PartRecords, RepairMasks, Route, Share
 from ampaudit.source.interface import Batch
 
-__all__ = ["moved_to", "pack_state", "run_segmented", "unpack_state"]
-
 State = dict[str, Any]
 _UNPACK_ERRORS = (
     *(pickle.UnpicklingError, EOFError, RuntimeError),

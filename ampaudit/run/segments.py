@@ -18,17 +18,6 @@ from ampaudit.run.device import storages_of
 from ampaudit.run.program import Program
 from ampaudit.trace.graph import Slot
 
-__all__ = [
-    "Group",
-    "Segment",
-    "aligned_ends",
-    "best_ends",
-    "cut_evenly",
-    "cut_program",
-    "program_bytes",
-    "weights_by_group",
-]
-
 _WIDE = 4  # bytes of a float in either run: 16-bit values are emulated in float32
 _COPIES = 1.5  # bytes of a weight's 16-bit copy and its float32 carrier, per byte of the master
 _PER_CUT = 1 << 16  # bytes that a cut has to save

@@ -9,20 +9,6 @@ from ampaudit.core.errors import AuditError
 from ampaudit.core.session import Progress
 from ampaudit.run.record import RunRecord
 
-__all__ = [
-    "ALONE",
-    "BatchNumbers",
-    "Failure",
-    "PartDone",
-    "PartRecords",
-    "RepairMasks",
-    "Route",
-    "Share",
-    "join_parts",
-    "joined_in_order",
-    "raise_first",
-]
-
 RepairMasks = Mapping[int, Mapping[int, frozenset[str]]]  # sites of masks by batch and policy
 
 

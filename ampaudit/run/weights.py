@@ -13,8 +13,6 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = ["WeightRange", "weight_ranges"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:

@@ -28,8 +28,6 @@ from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
 from ampaudit.source.pt2.schema import PROGRAM_SCHEMA
 from ampaudit.trace.replay import REPLAYED, Replayer
 
-__all__ = ["ExportedModel", "StoredProgram", "from_exported", "read_program"]
-
 _MAX_JSON = 96_000_000  # bytes; some 2,000 per op
 _MAJOR = 8
 _READ = (

@@ -24,7 +24,13 @@ from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
-from ampaudit.core.source_config import REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS, SourceConfig
+from ampaudit.core.source_config import (
+    CONFIG_FILE,
+    REHEARSAL,
+    REHEARSAL_ENVIRONMENT,
+    REHEARSAL_IMPORTS,
+    SourceConfig,
+)
 from ampaudit.core.text import format_bytes, listed
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.model import GIVEN, InputsInfo
@@ -38,13 +44,11 @@ from ampaudit.source.made_inputs import (
     read_inputs,
     resize_batches,
 )
-from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
+from ampaudit.source.model_config import MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, copy_processor, has_processor, placeholders, processor_directory
 from ampaudit.source.streamed import notes_on, open_weights, tensors_of
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.internals import Replacement, patched
-
-__all__ = ["from_directory", "rehearse"]
 
 INPUTS_FILE = "inputs.safetensors"
 _SHOWN = 3

@@ -36,19 +36,6 @@ from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = [
-    "Functions",
-    "batches_of",
-    "functions_of",
-    "inputs_from",
-    "recorded_calls",
-    "save_inputs",
-    "structure_of",
-    "unknown_axis",
-    "with_inputs",
-    "with_tensors",
-]
-
 _CACHES = "transformers.cache_utils"
 _TRANSFORMERS = (_CACHES, "transformers.modeling_outputs")
 _MAX_ELEMENTS = 1 << 60

@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.files import FileState
 from ampaudit.report.model import GIVEN, InputsInfo
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "Sized"]
-
 # keeps inputs apart from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
 

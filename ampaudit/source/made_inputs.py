@@ -44,20 +44,6 @@ from ampaudit.source.processor import (
 from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import written_values
 
-__all__ = [
-    "InputRequest",
-    "MadeInputs",
-    "MetaRun",
-    "ValuesNeeded",
-    "check_ids",
-    "find_fusions",
-    "make_inputs",
-    "meta_copy",
-    "read_inputs",
-    "resize_batches",
-    "sounds",
-]
-
 _VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _aten = torch.ops.aten
 _USUAL = 224  # pixels; some models take images of any size up to a large one

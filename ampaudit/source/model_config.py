@@ -13,19 +13,6 @@ from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import CONFIG_FILE
 from ampaudit.core.untrusted import describe, describe_path, read_json, validate
 
-__all__ = [
-    "ADAPTER",
-    "CONFIG_FILE",
-    "MAX_CONFIG",
-    "PIPELINE",
-    "UNREAD_HINT",
-    "Quantization",
-    "read_model_config",
-    "read_quantization",
-    "read_raw_config",
-    "with_stored_dtype",
-]
-
 MAX_CONFIG = 16_000_000  # bytes
 ADAPTER = "adapter_config.json"
 PIPELINE = "model_index.json"

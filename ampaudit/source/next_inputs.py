@@ -18,8 +18,6 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs, named_inputs, restored, with_objects_open
 from ampaudit.trace.values import inexact
 
-__all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "refuse_misfit", "stepping"]
-
 _NEXT_INPUTS = "define next_inputs(outputs, inputs) in the model file, or pass next_inputs="
 _DECODER_ONLY = ("labels", "use_cache", "past_key_values", "position_ids", "token_type_ids", "logits_to_keep")
 

@@ -18,17 +18,15 @@ from ampaudit.checkpoint.pickled import CodeNeeded
 from ampaudit.core.errors import InputError, SourceError, UsageError, WeightsError
 from ampaudit.core.files import states_of
 from ampaudit.core.formats import LOW_PRECISION_NAMES
-from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
 from ampaudit.source.inputs import with_inputs
 from ampaudit.source.interface import ModelSource
-from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, PIPELINE, read_raw_config
+from ampaudit.source.model_config import ADAPTER, PIPELINE, read_raw_config
 from ampaudit.source.processor import KINDS
 from ampaudit.source.python_file import from_python
 from ampaudit.source.streamed import load_weights, with_weights_on_disk, without_weights
-
-__all__ = ["open_source"]
 
 _MODULES = "modules.json"
 _PARTS_SHOWN = 4

@@ -13,28 +13,9 @@ import torch
 from torch import Tensor
 
 from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.source_config import CONFIG_FILE
 from ampaudit.core.untrusted import describe, read_bounded
-from ampaudit.source.model_config import CONFIG_FILE, PIPELINE
-
-__all__ = [
-    "AUDIO_TOKENS",
-    "IMAGE_TOKENS",
-    "KINDS",
-    "OWN_INPUTS",
-    "Processor",
-    "check_sizes",
-    "copy_processor",
-    "first_setting",
-    "has_processor",
-    "input_sizes",
-    "longest_text",
-    "needed_inputs",
-    "part_with",
-    "placeholders",
-    "processor_directory",
-    "random_input",
-    "text_config",
-]
+from ampaudit.source.model_config import PIPELINE
 
 _LENGTH = 32
 _MAX_ELEMENTS = 1 << 25

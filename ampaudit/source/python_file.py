@@ -30,8 +30,6 @@ from ampaudit.source.unwrapping import auditable, overrides_lightning, runnable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["described_batches", "from_python", "read_description"]
-
 _HINT = "write SIZES, NAME=SIZES or NAME=SIZES:DTYPE@RANGE, such as 8x3x32x32 or ids=2x77:int64@49408"
 _SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*", re.ASCII)
 _MOST_BYTES = 1 << 33

@@ -23,8 +23,6 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = ["awq", "dequantized_note", "gptq", "scaled", "unpack", "with_plain_weights"]
-
 _BLOCK = 128  # of fine-grained fp8, unless a layer names its own
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of a word's values, as AutoAWQ interleaves them
 _TORCH_AO_LAYERS_PACKAGES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")

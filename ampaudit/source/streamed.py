@@ -28,22 +28,12 @@ from ampaudit.checkpoint.safetensors import (
 )
 from ampaudit.core.errors import OutputError, UsageError, WeightsError
 from ampaudit.core.files import temporary_directory
-from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import ModelSource
-from ampaudit.source.model_config import CONFIG_FILE, UNREAD_HINT, Quantization, read_quantization
+from ampaudit.source.model_config import UNREAD_HINT, Quantization, read_quantization
 from ampaudit.source.stored_weights import dequantized_note, scaled
 from ampaudit.trace.internals import Replacement, patched
-
-__all__ = [
-    "load_weights",
-    "model_names",
-    "notes_on",
-    "open_weights",
-    "tensors_of",
-    "with_weights_on_disk",
-    "without_weights",
-]
 
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 _CODES = frozenset({"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})  # dtypes of other quantized weights

@@ -12,8 +12,6 @@ from ampaudit.core.untrusted import describe
 from ampaudit.source.user_code import calling_user_code, module_from_file
 from ampaudit.trace.twins import known_twins, with_twins
 
-__all__ = ["using_twins"]
-
 GROUP = "ampaudit.twins"
 _LOADED: set[str] = set()  # entry points loaded in this process
 

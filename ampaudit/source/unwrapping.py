@@ -15,8 +15,6 @@ from ampaudit.core.untrusted import describe
 from ampaudit.source.interface import Batch
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = ["auditable", "fsdp_kind", "overrides_lightning", "runnable", "unwrapped"]
-
 _FORWARD = "give the module a forward() that returns the loss"
 _FSDP = {  # by the names of classes, since torch.distributed.fsdp takes a second to import
     "FullyShardedDataParallel": "FullyShardedDataParallel",

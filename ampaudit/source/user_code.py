@@ -17,14 +17,6 @@ from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
 
-__all__ = [
-    "GIVEN_FILE",
-    "calling_user_code",
-    "import_module_named",
-    "locating_failures",
-    "module_from_file",
-]
-
 GIVEN_FILE: Final = "_ampaudit_user_"  # prefix of modules that an option loads by path
 
 

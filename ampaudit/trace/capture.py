@@ -75,16 +75,6 @@ from ampaudit.trace.values import (
     torch_dtype,
 )
 
-__all__ = [
-    "Dimensions",
-    "NarrowedDimensions",
-    "TraceConfig",
-    "capture",
-    "export_module",
-    "input_signature",
-    "quiet",
-]
-
 # for each input tensor, the torch.export.Dim of each axis that may vary; None if there is none
 Dimensions = tuple[Mapping[int, Any] | None, ...]
 _FixedLines = dict[str, tuple[int, SourceLine | None, SourceLine | None]]

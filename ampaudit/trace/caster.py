@@ -53,20 +53,6 @@ from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_reco
 from ampaudit.trace.twins import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id
 
-__all__ = [
-    "HALF_FOURIER",
-    "MIXED_DTYPES",
-    "NO_KERNEL",
-    "TOO_LARGE",
-    "TWIN",
-    "Call",
-    "Caster",
-    "FactFinder",
-    "autocast_visible",
-    "mixed_recurrent_inputs",
-    "reduction_depth",
-]
-
 _DEVICES = ("cpu", "cuda")
 # torch's own functions, also while those that the model's code calls are replaced
 _enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype

@@ -18,16 +18,6 @@ from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
-__all__ = [
-    "CodeDifference",
-    "ConvertedModel",
-    "Release",
-    "WeightCopy",
-    "attach_weights",
-    "first_difference",
-    "identity",
-]
-
 _NUMBERS = 3  # how many constants of an op are named
 _SMALL = 16  # elements up to which a constant tensor is compared
 _ROUNDED = 2.0**-7  # relative: a constant tensor in 16 bits is FP32's, rounded

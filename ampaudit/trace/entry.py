@@ -20,23 +20,6 @@ from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange, value_key
 from ampaudit.trace.values import CASTABLE_DTYPES, tensors_in
 
-__all__ = [
-    "ENTRY_NAME",
-    "Entry",
-    "LossAndOutput",
-    "OutputNames",
-    "OutputStructure",
-    "flatten_outputs",
-    "layer_of",
-    "layer_path",
-    "named_inputs",
-    "names_of_tensors",
-    "placed",
-    "restored",
-    "tensor_leaves",
-    "with_objects_open",
-]
-
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12

@@ -34,20 +34,6 @@ from ampaudit.trace.stack import is_library, is_tool_file, library_path
 from ampaudit.trace.twins import twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = [
-    "attempt_in_fp32",
-    "failing_lines",
-    "fp32_copy",
-    "lines_of",
-    "model_failure",
-    "output_captured",
-    "plain_reason",
-    "trace_failure",
-    "without_low_precision",
-    "writable",
-]
-
-
 _ONE_DEVICE = "keep every tensor on the input's device: pass device=x.device where tensors are made"
 _MAX_LISTED = 6  # inputs or parameters
 _MAX_REASON, _MAX_CODE = 300, 120  # characters

@@ -21,20 +21,6 @@ from ampaudit.trace.internals import FakeTensorMode
 from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
-__all__ = [
-    "constant_masters",
-    "fake_like",
-    "is_cast",
-    "kept_by_author",
-    "make_fake_model",
-    "named_tensors",
-    "own_conversion",
-    "storage_notes",
-    "storage_of",
-    "stored_dtypes",
-    "without_cache",
-]
-
 Conversion = Callable[[nn.Module], object]
 
 

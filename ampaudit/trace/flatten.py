@@ -18,25 +18,6 @@ from torch.export.graph_signature import InputKind
 
 from ampaudit.trace.internals import region_calls
 
-__all__ = [
-    "BACKWARD_END",
-    "BACKWARD_START",
-    "FUNCTION_INPUTS",
-    "FUNCTION_OUTPUTS",
-    "OUTPUT_GRADIENT",
-    "TENSOR_HOOK",
-    "VALUE_READ",
-    "VALUE_SIZED",
-    "ObjectSource",
-    "as_module",
-    "flat_graph",
-    "has_effect",
-    "is_mark",
-    "mark_number",
-    "marked_values",
-    "saved_values",
-]
-
 _LIBRARY = torch.library.Library("ampaudit", "DEF")
 _SCHEMAS = (
     "function_inputs(Tensor[] inputs, int number) -> ()",

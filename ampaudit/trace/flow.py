@@ -20,9 +20,6 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import base_name, converts, mutated_arguments, named_arguments
 
-__all__ = ["Flow", "ParameterUse", "StackChoice", "parameter_use", "slices_taken", "stack_choices"]
-
-
 _PASS_THROUGH = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 

@@ -21,17 +21,6 @@ from ampaudit.trace.opnames import argument_kinds, base_name, is_view, mutated_a
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import SharedMemory
 
-__all__ = [
-    "DETACH_OPS",
-    "LAST_VALUES",
-    "OnCopy",
-    "WriteThrough",
-    "for_any_strides",
-    "functionalized",
-    "overload_of",
-    "writes_in_place",
-]
-
 aten = torch.ops.aten
 # views that autograd takes for values of their own, so that a write to one would not reach the whole
 _UNTRACKED = (aten.unsafe_chunk.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)

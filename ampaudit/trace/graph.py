@@ -26,19 +26,6 @@ from ampaudit.trace.state import StateChange
 from ampaudit.trace.twins import TwinCall
 from ampaudit.trace.values import float_value, sizes_of, tensors_in
 
-__all__ = [
-    "CustomBackward",
-    "FunctionCall",
-    "Placeholder",
-    "Role",
-    "Site",
-    "Slot",
-    "TracedModel",
-    "build_sites",
-    "is_idle_dropout",
-    "results_of",
-]
-
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 

@@ -63,8 +63,6 @@ from ampaudit.trace.stack import ModelStack
 from ampaudit.trace.twins import call_traced, twin_of
 from ampaudit.trace.values import widened
 
-__all__ = ["DispatchHook", "current_layer", "same_module"]
-
 Call = Callable[..., Any]
 aten = torch.ops.aten
 # ops that torch's tracer answers without recording them

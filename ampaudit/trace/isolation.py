@@ -23,15 +23,6 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.trace.internals import Replacement, patched
 
-__all__ = [
-    "autocast_to_float32",
-    "call_unchanged",
-    "host_state",
-    "preserved",
-    "seeded",
-    "structural_copy",
-]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 # immutable types, and graphs, which no run changes

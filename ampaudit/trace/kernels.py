@@ -34,17 +34,6 @@ from ampaudit.trace.opnames import (
 )
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, dtype_name
 
-__all__ = [
-    "TRANSFORMS",
-    "KernelTrials",
-    "is_fourier",
-    "record_half_fourier",
-    "rejected_number",
-    "says_no_kernel",
-    "signal_sizes",
-    "takes_low_precision",
-]
-
 # the kernels of all Fourier ops; their second argument is the transformed dimensions
 TRANSFORMS = ("_fft_r2c", "_fft_c2c", "_fft_c2r")
 _TO_REAL = ("fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "fft_hfftn")

@@ -15,8 +15,6 @@ from ampaudit.core.errors import InputError
 from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leaves
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class _InputReference:

@@ -36,26 +36,6 @@ from ampaudit.trace.opnames import (
 )
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of, tensors_in
 
-__all__ = [
-    "LOOKING_BACK",
-    "Edit",
-    "History",
-    "OpCalled",
-    "ReplaceConstant",
-    "ScaleOperand",
-    "bypass",
-    "functional_overload",
-    "fuse_log_sigmoid",
-    "fuse_log_softmax",
-    "record_described",
-    "refuse_mixed_product",
-    "resize_outputs",
-    "with_dtype",
-    "with_dtype_overload",
-    "with_low_precision_dtype",
-    "with_stored_numbers",
-]
-
 aten = torch.ops.aten
 Emit = Callable[..., Any]
 _PRODUCTS = having("product", "added_product", "weighted") | {"convolution_backward"}

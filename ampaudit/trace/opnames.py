@@ -21,33 +21,6 @@ from ampaudit.trace.internals import (
     without_modes,
 )
 
-__all__ = [
-    "CAST_OPS",
-    "InnerOps",
-    "argument_kinds",
-    "argument_names",
-    "base_name",
-    "composite_kernel",
-    "converts",
-    "empty_example",
-    "example_size",
-    "is_composite",
-    "is_foreign",
-    "is_view",
-    "may_write",
-    "mutated_arguments",
-    "named_arguments",
-    "on_meta",
-    "op_name",
-    "returned_arguments",
-    "rounds_once",
-    "selects",
-    "stays_whole",
-    "written_arguments",
-    "written_values",
-]
-
-
 # arguments that norms write to although the schema does not say so, and the flags that make them
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")

@@ -18,19 +18,6 @@ from ampaudit.policy import Decision, OpFacts
 from ampaudit.trace.twins import TwinCall
 from ampaudit.trace.values import CASTABLE_DTYPES, float_value
 
-__all__ = [
-    "INSERTED",
-    "META_KEY",
-    "MODULE_SCOPE",
-    "OPAQUE",
-    "REPLAYED",
-    "OpRecord",
-    "Replayer",
-    "replayed_meta",
-    "replayed_record",
-    "replaying",
-]
-
 META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 # attribute under which a replaying module holds what it replays; not part of a layer's path
 REPLAYED = "ampaudit_replayed"

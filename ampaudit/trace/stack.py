@@ -14,18 +14,6 @@ from pathlib import Path
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
 
-__all__ = [
-    "ModelStack",
-    "calling_line",
-    "code_line",
-    "is_library",
-    "is_tool_file",
-    "library_path",
-    "model_frames",
-    "running_lines",
-    "source_lines",
-]
-
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1].as_posix()}/"
 _NOT_A_MODEL = ("torch", "ampaudit")

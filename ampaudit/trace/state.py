@@ -23,8 +23,6 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.trace.internals import global_hooks
 
-__all__ = ["PythonState", "StateChange", "TraceCache", "apply_changes", "call_key", "value_key"]
-
 Traced = TypeVar("Traced")
 
 _MAX_TRACES = 8  # traces per key: those of the states seen last

@@ -25,8 +25,6 @@ from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.values import float_value
 
-__all__ = ["trace"]
-
 _FLOAT_FUNCTIONALS = ("FloatFunctional", "FXFloatFunctional")  # in that package, but plain
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 # subclasses of which torch knows how to trace every op

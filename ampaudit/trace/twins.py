@@ -34,20 +34,6 @@ from ampaudit.trace.values import (
     tensors_in,
 )
 
-__all__ = [
-    "OpenTwins",
-    "Twin",
-    "TwinCall",
-    "TwinCheck",
-    "TwinFailed",
-    "call_traced",
-    "known_twins",
-    "twin",
-    "twin_of",
-    "twins_checked",
-    "with_twins",
-]
-
 Writes = Callable[[torch.Tensor], int]
 # A kernel adds up in another order and has its own exponential: 4,096 roundings of float32, which is half of
 # what one rounding to float16 is allowed to do. An audit in 16 bits cannot tell what is nearer.

@@ -21,32 +21,6 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.ops import having
 from ampaudit.trace.opnames import argument_names, base_name
 
-__all__ = [
-    "CASTABLE_DTYPES",
-    "LOW_PRECISION_DTYPES",
-    "UNKNOWN_SIZE",
-    "WIDE",
-    "SharedMemory",
-    "as_read",
-    "components",
-    "computing_dtype",
-    "converted_numbers",
-    "dtype_name",
-    "fake_arguments",
-    "fits",
-    "float_value",
-    "gives_way",
-    "inexact",
-    "node_dtype",
-    "promoted",
-    "sizes_of",
-    "sizes_vary",
-    "storage_id",
-    "tensors_in",
-    "torch_dtype",
-    "widened",
-]
-
 # the 16-bit dtypes (per component), and the dtype that holds each of their values exactly
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 LOW_PRECISION_DTYPES = tuple(WIDE)

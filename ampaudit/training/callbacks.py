@@ -12,8 +12,6 @@ from ampaudit.core.formats import Dtype
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.training.watch import TrainingMonitor, watch_as
 
-__all__ = ["HealthRecorder"]
-
 
 class HealthRecorder:
     """Record a run from start to end, and write the report.

@@ -24,8 +24,6 @@ from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import profile
 
-__all__ = ["TrainConfig"]
-
 
 def _names(value: Any) -> Any:
     """Split ``half, apex-o2``; an empty name is kept, to be rejected as unknown."""

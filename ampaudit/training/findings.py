@@ -17,8 +17,6 @@ from ampaudit.findings.finding import FailOn, Finding, Severity, Verdict, gate_a
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 
-__all__ = ["diverged_at", "findings_of", "smoothed_end", "training_report", "watched_report"]
-
 MAX_RELATIVE = 0.1  # deviation, relative to FP32's smoothed loss
 MAX_OF_START = 0.02  # deviation, relative to FP32's first loss
 MAX_LOST = 0.1  # share of updates

@@ -10,8 +10,6 @@ from transformers import TrainerCallback
 from ampaudit.core.formats import Dtype
 from ampaudit.training.callbacks import HealthRecorder
 
-__all__ = ["TransformersHealthCallback"]
-
 
 class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     """Record the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.

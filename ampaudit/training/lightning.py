@@ -9,8 +9,6 @@ from lightning.pytorch.callbacks import Callback
 
 from ampaudit.training.callbacks import HealthRecorder
 
-__all__ = ["LightningHealthCallback"]
-
 
 class LightningHealthCallback(HealthRecorder, Callback):
     """Record the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``.

@@ -23,18 +23,6 @@ from ampaudit.source.unwrapping import fsdp_kind
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = [
-    "AutocastModule",
-    "Executable",
-    "ModelProxy",
-    "by_parts",
-    "in_float32",
-    "is_spread",
-    "on_shards",
-    "replicated",
-    "without_plan",
-]
-
 _PLANS = "torch.distributed.tensor"  # the package whose hooks redistribute inputs and outputs of layers
 _OWN_CODE = "use ampaudit.prepare(..., how='autocast')"
 Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]

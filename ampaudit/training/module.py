@@ -17,8 +17,9 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import silent
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
-from ampaudit.run.audit import RunConfig, measure
+from ampaudit.run.audit import measure
 from ampaudit.run.backends import rounded
+from ampaudit.run.config import RunConfig
 from ampaudit.run.program import passes_gradients
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, trace
@@ -40,9 +41,6 @@ from ampaudit.training.model_proxy import (
     replicated,
     without_plan,
 )
-
-__all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig", "round_through"]
-
 
 KEEPS_ACTIVATIONS = "activations that the model's code recomputes are kept: the same values, in more memory"
 _MAX_RETRACES = 3  # after more traces, warn that the model is traced again for each call

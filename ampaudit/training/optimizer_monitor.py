@@ -31,9 +31,6 @@ from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, dtype_name, torch_dtype
 from ampaudit.training.prepare import eps_of, own_part, parameters_of
 
-__all__ = ["LoopFormat", "OptimizerMonitor", "WrittenState"]
-
-
 SAMPLE = 1024  # sampled elements of each parameter
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
 _own = threading.local()  # ``nodes``: number of autograd nodes that this thread's loss books created

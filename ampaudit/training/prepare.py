@@ -29,20 +29,6 @@ from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 from ampaudit.training.model_proxy import AutocastModule, ModelProxy
 from ampaudit.training.module import MixedModule, ModuleConfig
 
-__all__ = [
-    "How",
-    "LossScaler",
-    "Prepared",
-    "ScaleState",
-    "eps_of",
-    "is_master_free",
-    "next_scale_state",
-    "own_part",
-    "parameters_of",
-    "prepare",
-]
-
-
 How = Literal["graph", "autocast"]
 _SHARD = "prepared = ampaudit.prepare(model, group=True); fully_shard(prepared.model)"
 _WRAP = (

@@ -19,8 +19,6 @@ from ampaudit.report.training import TrainingReport, Variant
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["check_summaries", "write_summaries"]
-
 
 def write_summaries(report: TrainingReport, directory: Path, *, force: bool = False) -> None:
     """Write one folder of events per variant to a directory, to be passed to ``tensorboard --logdir``.

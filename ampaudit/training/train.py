@@ -44,17 +44,6 @@ from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
 from ampaudit.training.prepare import How, is_master_free, prepare
 from ampaudit.training.watch import watch
 
-__all__ = [
-    "MAX_BATCHES",
-    "TrainingStep",
-    "make_optimizer",
-    "model_with_loss",
-    "optimizer_state",
-    "prepare_step",
-    "train",
-]
-
-
 _METRIC_BATCHES = 8
 MAX_BATCHES = 256  # batches in memory; a longer run repeats them
 

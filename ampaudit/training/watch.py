@@ -19,8 +19,6 @@ from ampaudit.training.model_proxy import ModelProxy
 from ampaudit.training.optimizer_monitor import LoopFormat, OptimizerMonitor, WrittenState
 from ampaudit.training.prepare import parameters_of
 
-__all__ = ["TrainingMonitor", "watch", "watch_as"]
-
 
 class TrainingMonitor:
     """Records the health of a training loop, from ``watch`` to ``close`` or the end of the ``with`` block.

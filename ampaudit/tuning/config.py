@@ -18,9 +18,6 @@ from ampaudit.core.config import (
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import Device, device_named
 
-__all__ = ["CostKind", "TuneConfig"]
-
-
 CostKind = Literal["ops", "bytes", "time"]
 TunedDtype = Literal["float16", "bfloat16", "auto"]
 DEFAULT_DB = 40.0

@@ -25,19 +25,6 @@ from ampaudit.core.session import Progress, silent
 from ampaudit.instruments.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 from ampaudit.report.tuning import TriedSet
 
-__all__ = [
-    "Accuracy",
-    "Choice",
-    "Prices",
-    "Solver",
-    "TuningProblem",
-    "TuningSearch",
-    "accuracy_of",
-    "finite_db",
-    "noise_of",
-    "tried_set",
-]
-
 Choice = frozenset[str]  # names of ops and weights in float32
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 NODES = 50  # limit of the search tree; the dual bound says how far the best choice may be off

@@ -47,17 +47,6 @@ from ampaudit.trace.values import CASTABLE_DTYPES, WIDE, tensors_in, torch_dtype
 from ampaudit.tuning.config import CostKind, TuneConfig
 from ampaudit.tuning.search import Accuracy, Choice, Prices, TuningProblem
 
-__all__ = [
-    "CostKind",
-    "Trials",
-    "costs_of",
-    "default_device",
-    "follow",
-    "loaded",
-    "rescale_text",
-    "run_low_precision",
-]
-
 _DEFAULT = "a100"  # fast in float16 and bfloat16 alike, and common
 _EXTRA_BYTES = 2  # bytes by which a float32 element exceeds a 16-bit one
 _CAST_BYTES = 6  # bytes moved to read an element in one format and write it in the other

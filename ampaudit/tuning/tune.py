@@ -65,8 +65,6 @@ from ampaudit.tuning.trials import (
     run_low_precision,
 )
 
-__all__ = ["tune", "tuned_rules"]
-
 SHOWN_NOISE = 40
 _KINDS = ("python", "import", "huggingface", "object")  # kinds of sources with layers of the user's code
 NAME = "tuned"

@@ -10,8 +10,6 @@ from ampaudit.render.blocks import Rows, Section, facts, headline, line, tabulat
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
-__all__ = ["BROKEN", "BenchView", "bench_facts", "bench_tables"]
-
 BROKEN = "inf or NaN"
 _STYLES = {BROKEN: "bold red", "not supported": "yellow", "out of memory": "yellow", "failed": "yellow"}
 

@@ -16,8 +16,6 @@ from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult
 from ampaudit.views.verdict import VERDICT_STYLES, verdict_section
 
-__all__ = ["CheckView"]
-
 _SHOWN = 12
 
 

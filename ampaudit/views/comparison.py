@@ -15,8 +15,6 @@ from ampaudit.views.scan import ScanView, reports_page
 from ampaudit.views.scan_tables import scales_that_suit, sweep_words
 from ampaudit.views.verdict import VERDICT_STYLES
 
-__all__ = ["ComparisonView"]
-
 _SHOWN = 4
 
 

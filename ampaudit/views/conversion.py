@@ -11,8 +11,6 @@ from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
 from ampaudit.report.conversion import Conversion, OutputRecord
 
-__all__ = ["ConversionView"]
-
 _OURS = ("model", MASTER, PLAN, REPORT, REFERENCE)
 _SHOWN = 8
 

@@ -9,8 +9,6 @@ from ampaudit.render.blocks import Block, Indented, Labelled, Section, facts, li
 from ampaudit.render.view import Row, View
 from ampaudit.report.difference import Difference, Differences, Direction, SiteChange
 
-__all__ = ["DiffView"]
-
 _LAYERS, _SITES, _ROWS = 20, 4, 50
 _TITLES: dict[Direction, str] = {"worse": "Worse", "better": "Better", "other": "Different"}
 _STYLES = {"worse": "bold red", "better": "bold green", "other": "bold"}

@@ -27,8 +27,6 @@ from ampaudit.views.scan_tables import (
 )
 from ampaudit.views.verdict import verdict_words
 
-__all__ = ["bench_data", "figure_data", "page_values"]
-
 MAX_FINDINGS = 1000  # elements on the page; more would slow down browsers
 _SHARES = 1e-4  # unit of a histogram's shares; smaller bars are invisible
 _ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")

@@ -15,8 +15,6 @@ from ampaudit.render.view import Row, View
 from ampaudit.report.lint import LintFinding, LintReport
 from ampaudit.views.verdict import verdict_section
 
-__all__ = ["LintView"]
-
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _WIDEST = 100
 

@@ -12,8 +12,6 @@ from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tab
 from ampaudit.render.view import Row, View
 from ampaudit.report.plan import PlannedMemory, PlannedSite, PlanReport
 
-__all__ = ["PlanView", "plans_compared", "stacked"]
-
 _QUIET_ROLES = ("view", "select")
 _DEFAULT = "(default)"
 Item = TypeVar("Item")

@@ -26,8 +26,6 @@ from ampaudit.views.scan_tables import (
 )
 from ampaudit.views.verdict import verdict_section, verdict_words
 
-__all__ = ["ScanView", "reports_page"]
-
 _FINDINGS = 25
 _NEAREST = 5
 _SCRIPTS = (

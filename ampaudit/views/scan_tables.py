@@ -28,23 +28,6 @@ from ampaudit.report.gradients import BackwardReport, ScaleAdvice
 from ampaudit.report.model import AgainstReport, OutputAccuracy, Report, SiteReport
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport
 
-__all__ = [
-    "against_sections",
-    "all_sites",
-    "gradient_sections",
-    "level_sections",
-    "path_sections",
-    "scales_that_suit",
-    "step_section",
-    "step_sentences",
-    "steps_svg",
-    "summary_rows",
-    "sweep_chart",
-    "sweep_sections",
-    "sweep_words",
-    "weights_in_words",
-]
-
 _ROWS = 8
 _NUMBERS = 6  # step numbers listed in a sentence
 _LINE = 14  # height of a text in the chart

@@ -13,8 +13,6 @@ from ampaudit.render.view import Row, View
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
 from ampaudit.views.verdict import verdict_section
 
-__all__ = ["TrainingView", "sparkline"]
-
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH, _PARAMETERS = 38, 5
 

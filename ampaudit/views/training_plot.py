@@ -15,8 +15,6 @@ from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 from ampaudit.report.training import TrainingReport, Variant
 from ampaudit.views.bench import BROKEN
 
-__all__ = ["check_picture", "figure_of", "plain_text", "plot_bench", "plot_training", "save_figure"]
-
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
 _BENCH_PLOT_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -19,8 +19,6 @@ from ampaudit.views.tuning_tables import (
 )
 from ampaudit.views.verdict import verdict_section
 
-__all__ = ["TuningView"]
-
 
 class TuningView(View[TuningReport]):
     """A row per op and weight in float32."""

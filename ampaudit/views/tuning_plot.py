@@ -18,8 +18,6 @@ from ampaudit.report.tuning import TuningReport
 from ampaudit.views.training_plot import figure_of, plain_text, save_figure
 from ampaudit.views.tuning_tables import format_accuracy, point_words
 
-__all__ = ["frontier_figure", "plot_tuning"]
-
 _HEIGHT, _MARGIN = 300, 26  # of the SVG, and within it above and below the points
 _MAX_DB = 150.0
 _LETTERS = 14  # height of a line of text

@@ -14,18 +14,6 @@ from ampaudit.render.blocks import Block, Section, facts, line, tabulate
 from ampaudit.report.tuning import FrontierPoint, KeptOp, Noise, TuningReport
 from ampaudit.views.plan import stacked
 
-__all__ = [
-    "code_title",
-    "format_accuracy",
-    "noise_section",
-    "point_words",
-    "tuning_policy",
-    "tuning_summary",
-    "tuning_tables",
-    "tuning_verdict",
-    "untrusted",
-]
-
 _ROWS, _MAX_ROWS = 10, 200
 _KINDS = {
     "weight": "(weight)",

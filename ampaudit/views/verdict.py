@@ -19,8 +19,6 @@ from ampaudit.render.blocks import Line, Section, line
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
 
-__all__ = ["VERDICT_STYLES", "verdict_section", "verdict_words"]
-
 VERDICT_STYLES = {"pass": "bold green", "fail": "bold red", "warn": "bold yellow", "error": "bold yellow"}
 
 

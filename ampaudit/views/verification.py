@@ -9,8 +9,6 @@ from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.view import Row, View
 from ampaudit.report.conversion import Verification
 
-__all__ = ["VerificationView"]
-
 _SHOWN = 20
 
 

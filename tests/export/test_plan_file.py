@@ -14,7 +14,8 @@ from ampaudit.core.session import silent
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file, policy_names
-from ampaudit.run.audit import RunConfig, measure
+from ampaudit.run.audit import measure
+from ampaudit.run.config import RunConfig
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, TracedModel, trace
 from tests.support import zoo

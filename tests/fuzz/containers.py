@@ -13,8 +13,6 @@ from random import Random
 
 from tests.fuzz.mutators import CANARY, WORDS, Mutator, as_bytes, as_json
 
-__all__ = ["as_pickle", "as_safetensors", "as_zip", "members_of", "zip_of"]
-
 Members = list[tuple[zipfile.ZipInfo, bytes]]
 _NAMES = ("../escaped", "/tmp/escaped", "a/../../escaped", "C:\\escaped", "a//b", "", "x" * 60_000, "a\0b")
 _GLOBALS = (

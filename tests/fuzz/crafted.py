@@ -11,8 +11,6 @@ from tests.fuzz.mutators import Special
 from tests.support.rule_file import GOOD
 from tests.support.saved import text_of
 
-__all__ = ["CRAFTED", "Crafted"]
-
 GRAPH, WEIGHTS, CONSTANTS = "models/model.json", "model_weights_config.json", "model_constants_config.json"
 SAMPLES = "data/sample_inputs/model.pt"
 BIG = 9 << 30

@@ -24,8 +24,6 @@ from tests.fuzz.mutators import Files, FolderMutator, as_bytes, as_encoded, as_j
 from tests.support.recorded import Sink
 from tests.support.saved import saved_report
 
-__all__ = ["FORMATS", "Format", "command", "judged", "mutated"]
-
 Reader = Callable[[], tuple[str, int]]
 
 

@@ -28,25 +28,6 @@ from tests.support.recorded import Colour, Pair, Points, Sink
 from tests.support.rule_file import GOOD
 from tests.support.saved import SAMPLES, sample, saved_report
 
-__all__ = [
-    "baselines",
-    "checkpoints",
-    "configurations",
-    "converted",
-    "exported",
-    "graphs",
-    "huggingface",
-    "inputs",
-    "notebooks",
-    "recorded_arguments",
-    "recordings",
-    "reports",
-    "rule_files",
-    "safetensors_files",
-    "scripts",
-    "shards",
-]
-
 Pickle = dict[str, torch.Tensor]
 
 

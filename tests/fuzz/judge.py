@@ -27,8 +27,6 @@ import click
 from ampaudit.core.errors import AuditError
 from tests.fuzz.mutators import CANARY, Files
 
-__all__ = ["MEMORY", "PATIENCE", "SECONDS", "Verdict", "judge", "write_files"]
-
 SECONDS = 20  # of the processor, so that a busy machine does not decide
 PATIENCE = 120  # seconds until what waits is called a hang
 MEMORY = 2 << 30

@@ -17,23 +17,6 @@ from typing import Any
 
 from tests.support.saved import HOSTILE
 
-__all__ = [
-    "CANARY",
-    "WORDS",
-    "Files",
-    "FolderMutator",
-    "Mutator",
-    "Special",
-    "as_bytes",
-    "as_encoded",
-    "as_json",
-    "as_text",
-    "edit_json",
-    "folder",
-    "hostile_value",
-    "one_of",
-]
-
 CANARY = "ampaudit_canary"  # a module that nothing may import
 WORDS = (
     CANARY,

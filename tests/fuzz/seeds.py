@@ -11,8 +11,6 @@ from tests.fuzz.containers import members_of, zip_of
 from tests.fuzz.mutators import Files, Special
 from tests.support.saved import SAMPLES as KINDS
 
-__all__ = ["SEEDS"]
-
 Edit = Callable[[Files], Files]
 LONG = "é" * 400
 SAMPLES = "data/sample_inputs/model.pt"

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.paths import DATA
 
-__all__ = ["SETS", "Script", "read_set", "write_set"]
-
 _FOLDER = DATA / "lint"
 _MARK = "# <- here"
 SETS = sorted(path.stem for path in _FOLDER.glob("*.jsonl"))

@@ -13,19 +13,6 @@ from tests.linter.field_twins import FIELD_TWINS
 from tests.linter.twins import TWINS as OLDER_TWINS
 from tests.linter.twins import script
 
-__all__ = [
-    "BAD",
-    "CORRECT",
-    "FIXABLE",
-    "GOOD",
-    "PAGES",
-    "UNSURE",
-    "codes",
-    "lint",
-    "notebook",
-    "training_loop",
-]
-
 TWINS = OLDER_TWINS | FIELD_TWINS
 PAGES = {code: page for code, page in all_pages().items() if code.startswith(LINTED)}
 # a fix may only be offered where it was thought through

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Final, TypeAlias
 
-__all__ = ["HARMLESS", "MISTAKES", "Mutation"]
-
 Mutation: TypeAlias = Callable[[ast.Module], bool]
 Block: TypeAlias = list[ast.stmt]
 

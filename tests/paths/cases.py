@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AUDITED", "PLANTED", "TWO_PATHS", "batches_of", "load", "marked_lines"]
-
 _FILES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted((Path(__file__).parent / "models").glob("*.py"))

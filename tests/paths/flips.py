@@ -13,8 +13,6 @@ from torch import nn
 
 from tests.support.wrap import Wrap
 
-__all__ = ["DECISIONS", "Decision"]
-
 
 def branch(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x.sum() > 2048:  # DECIDED

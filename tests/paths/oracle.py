@@ -16,8 +16,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Line", "Trail", "follow"]
-
 Line = tuple[str, int]
 _TORCH = Path(torch.__file__).parent.as_posix()
 _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)

@@ -29,7 +29,8 @@ from ampaudit.policy import load_policy, plain_fp32
 from ampaudit.report.model import Report
 from ampaudit.run import program as program_module
 from ampaudit.run import segmented
-from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.audit import run_audits
+from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import GraphState
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.segmented import moved_to, pack_state, unpack_state

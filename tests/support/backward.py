@@ -14,11 +14,10 @@ from ampaudit.core.session import silent
 from ampaudit.instruments.backward.audit import GradientAudit, MeasuringObserver
 from ampaudit.policy import load_policy
 from ampaudit.policy.load import StartingScale
-from ampaudit.run.audit import Audit, RunConfig, run_audits
+from ampaudit.run.audit import Audit, run_audits
+from ampaudit.run.config import RunConfig
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
-
-__all__ = ["Kept", "audit"]
 
 
 def audit(

@@ -15,8 +15,6 @@ from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source
 from tests.support.paths import ROOT
 
-__all__ = ["bert", "example", "resnet", "rows_of"]
-
 
 def bert(train: bool) -> ModelSource:
     from transformers import BertConfig, BertModel

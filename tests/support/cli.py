@@ -8,8 +8,6 @@ import click
 
 from ampaudit.cli.program import main
 
-__all__ = ["parsed"]
-
 
 def parsed(name: str, words: Sequence[str]) -> click.Context:
     """The context of a command as the program makes it, below its own."""

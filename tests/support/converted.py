@@ -11,8 +11,6 @@ from torch import nn
 from ampaudit.export.convert import convert
 from ampaudit.source import Batch, ModelSource
 
-__all__ = ["Tied", "converted", "load", "same_bits", "tied"]
-
 
 class Tied(nn.Module):
     """An embedding whose weight is the output's, too; a norm, odd buffers, an unused layer."""

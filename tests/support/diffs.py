@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["patched"]
-
 
 def patched(text: str, diff: str) -> str:
     """A unified diff applied by the book: context and removed lines must stand where the hunk says."""

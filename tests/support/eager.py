@@ -13,9 +13,6 @@ from torch.utils import _pytree as pytree
 import ampaudit
 from tests.support.wrap import Wrap
 
-__all__ = ["EVERY_WAY", "Outputs", "agrees_with_eager", "audited", "model_of", "numbers", "whole_numbers"]
-
-
 Outputs = dict[str, tuple[Any, Any]]
 
 

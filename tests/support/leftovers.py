@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["nothing_is_left", "temporary_folder"]
-
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 

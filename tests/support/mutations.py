@@ -9,8 +9,6 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-__all__ = ["Mutant", "mutants"]
-
 SWAPS = {
     "Add": "Sub",
     "Sub": "Add",

@@ -17,8 +17,6 @@ from ampaudit.report.conversion import Conversion
 from ampaudit.source.open import open_source
 from tests.support.onnx_models.case import Arrays
 
-__all__ = ["CLOSE", "FLOATS", "check_structure", "close", "converted", "converted_graph", "types"]
-
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 CLOSE = 2e-2  # of the largest value of an output
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["OPSET", "external", "initializer", "mlp", "model_of", "node", "tensor", "value", "written"]
-
 OPSET = 18
 node = helper.make_node
 

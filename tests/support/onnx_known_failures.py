@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KNOWN_FAILURES"]
-
 # names without `test_`, separated by spaces
 _BY_REASON = {
     "no function, and ONNX Runtime has none, or not of this version": """

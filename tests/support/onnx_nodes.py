@@ -17,8 +17,6 @@ from ampaudit.core.errors import AuditError
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 
-__all__ = ["NodeTest", "as_arrays", "node_tests", "same", "torch_values"]
-
 FLOATS = {"FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"}
 
 

@@ -16,8 +16,6 @@ import onnx.inliner
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-__all__ = ["float_types", "run_fp32", "run_strict", "strict_model"]
-
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 Arrays = dict[str, NDArray]
 

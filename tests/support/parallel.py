@@ -16,22 +16,6 @@ from ampaudit.cli.program import main
 from ampaudit.core.errors import AuditError
 from tests.support.program import Program, run_program
 
-__all__ = [
-    "BATCHES",
-    "METRIC",
-    "MODEL",
-    "PROMOTING",
-    "SCAN",
-    "alone",
-    "environment",
-    "run",
-    "scanned",
-    "started",
-    "torchrun",
-    "without_times",
-    "written",
-]
-
 SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "torch-cuda", "--fail-on", "never", "--force")
 AGENT = ("-m", "torch.distributed.run", "--standalone")
 _TIMES = {"timings", "seconds", "peak_bytes"}

@@ -19,8 +19,6 @@ from ampaudit.core.forkserver import start_forked
 from ampaudit.core.interrupts import INTERRUPTED
 from tests.support.paths import ROOT
 
-__all__ = ["Program", "run_program"]
-
 _IMPORTS = ("torch.export", "torch.distributed", "ampaudit.ci.worker", "ampaudit.cli.program")
 _INSTALLED = (sys.prefix, sys.base_prefix, str(ROOT))
 

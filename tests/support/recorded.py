@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Colour", "Pair", "Points", "Sink", "tensors_in"]
-
 
 class Colour(enum.Enum):
     """An enumeration of a user."""

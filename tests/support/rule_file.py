@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GOOD"]
-
-
 GOOD = """\
 name: mine
 title: a test

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["echo"]
-
 
 def echo(request: Any) -> Callable[[], Any]:
     return lambda: request

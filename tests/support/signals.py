@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Ended", "end_by_signal", "snapshot"]
-
 _MARK = "AMPAUDIT_TRIAL"
 _SIGNS = ("Traceback", "Exception ignored", "Error")
 _CACHE = "torchinductor_"  # torch keeps one for each user

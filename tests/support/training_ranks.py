@@ -28,8 +28,6 @@ from ampaudit.training import module
 from ampaudit.training.module import round_through
 from tests.support.paths import ROOT
 
-__all__ = ["BROKEN", "SCALE", "STEPS", "Seen", "alone", "seen_by_ranks"]
-
 STEPS = 5
 BROKEN = 2  # the step in which gradients of the last rank alone are NaN
 SCALE = 1024.0

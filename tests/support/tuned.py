@@ -10,8 +10,6 @@ from ampaudit.instruments.sensitivity import Sensitivity
 from ampaudit.report.model import GIVEN, Environment, ModelInfo, ToolInfo
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, Noise, TriedSet, TuningReport
 
-__all__ = ["NOISE", "SENSITIVITY", "hostile", "tuned", "tuned_short"]
-
 ADD = Source("examples/model.py", 31, "return x + self.wo(hidden)")
 LIBRARY = Source(
     "lib/site-packages/torch/nn/modules/normalization.py",

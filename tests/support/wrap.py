@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Scale", "Wrap", "linear"]
-
 
 class Wrap(nn.Module):
     """A module made from parts and a function."""

@@ -13,8 +13,6 @@ from torch import nn
 from tests.support.paths import ROOT
 from tests.support.processors import SPEECH, bert, clip, image_processor, tokenizer, whisper
 
-__all__ = ["CASES", "Case"]
-
 MODELS = ROOT / "tests" / "targets" / "models"
 
 

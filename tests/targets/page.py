@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.support.paths import ROOT
 from tests.targets.cases import CASES, Case
 
-__all__ = ["page"]
-
 _HEAD = """\
 # What you can scan
 

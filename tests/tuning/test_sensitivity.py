@@ -17,7 +17,8 @@ from ampaudit.instruments.sensitivity.measuring import sensitivities_in
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
 from ampaudit.instruments.sensitivity.probe import Sensitivities, ValueKind
 from ampaudit.policy import load_policy
-from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.audit import run_audits
+from ampaudit.run.config import RunConfig
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from tests.support.tuning import GRAPHS, PlainGraph, sqnr

@@ -26,8 +26,6 @@ from tests.support.paths import ROOT
 from tests.support.program import run_program
 from tools.replay.text import normalised, without_paths
 
-__all__ = ["FAMILIES", "Case", "Outcome", "Run", "audit", "family", "run_case", "session"]
-
 Run = Callable[[Path], str]
 Family = Callable[[], Iterator[tuple[str, Run]]]
 FAMILIES: list[Family] = []

@@ -18,8 +18,6 @@ from tests.targets.cases import CASES as TARGETS
 from tests.targets.cases import Case as Target
 from tools.replay.case import Run, family, session
 
-__all__: list[str] = []
-
 POLICIES = sorted(path.stem for path in (ROOT / "rules").glob("*.yaml"))
 EXAMPLES = ("t5_feed_forward", "mean_pooling")
 RECURRENT = """

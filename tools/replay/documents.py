@@ -11,8 +11,6 @@ from ampaudit.render.render import as_file, formats_of
 from tests.support.saved import NAMES, SAMPLES, sample
 from tools.replay.case import Run, family, session
 
-__all__: list[str] = []
-
 
 @family
 def rendered() -> Iterator[tuple[str, Run]]:

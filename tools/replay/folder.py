@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tools.replay.text import difference
 
-__all__ = ["compare", "record"]
-
 _SUFFIX = ".txt"
 
 

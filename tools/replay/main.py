@@ -12,8 +12,6 @@ from tools.replay.folder import compare, record
 from tools.replay.processes import outcomes_of
 from tools.replay.table import all_cases
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if all documents are the same, or all were recorded and none is a crash."""

@@ -24,8 +24,6 @@ from tests.support.training import cases as training
 from tests.support.zoo import ZOO
 from tools.replay.case import Run, audit, family
 
-__all__: list[str] = []
-
 SLOW = {"encodec", "generate_beam", "longformer", "mimi", "qwen_vision"}  # three to six seconds each
 
 

@@ -17,8 +17,6 @@ from tests.support.onnx_models.pairs import BROKEN, pair
 from tests.support.onnx_models.planted import PLANTED, planted
 from tools.replay.case import Run, family, session
 
-__all__: list[str] = []
-
 SCAN = "scan {}/model.onnx --inputs {}/inputs.npz --format json"
 CONVERT = "convert {}/model.onnx --inputs {}/inputs.npz --format json -o {}/out"
 VERIFY = "verify {}/out --format json"

@@ -13,8 +13,6 @@ from tests.support.paths import ROOT
 from tools.replay.case import Case, Outcome, run_case
 from tools.replay.table import all_cases
 
-__all__ = ["outcomes_of"]
-
 WORKERS = 2
 CASES = 40  # of one process: it starts in no time, but torch does things at first use
 _SET = {

@@ -7,8 +7,6 @@ import re
 from tools.replay import commands, documents, models, onnx  # noqa: F401 - they register their families
 from tools.replay.case import FAMILIES, Case
 
-__all__ = ["all_cases"]
-
 
 def all_cases() -> list[Case]:
     """Return all cases; those of a family come one after another."""

@@ -13,8 +13,6 @@ import torch
 import ampaudit
 from tests.support.paths import ROOT
 
-__all__ = ["difference", "normalised", "without_paths"]
-
 _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 _TIMES = re.compile(rf'("(?:seconds|least|most|peak_bytes|workspace_bytes)": ?){_NUMBER}')
 _TABLES = re.compile(r'"(?:timings|seconds|versions)": ?\{[^{}]*\}')

@@ -20,21 +20,12 @@ from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.text import plural
-from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.audit import run_audits
+from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import Pair
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import call_unchanged
-
-__all__ = [
-    "Attempt",
-    "Attempts",
-    "decibels",
-    "errors_of",
-    "outputs_text",
-    "same_function",
-    "worst_db",
-]
 
 
 @dataclass(frozen=True, slots=True)

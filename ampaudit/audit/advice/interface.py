@@ -15,8 +15,6 @@ from ampaudit.policy import RuleSet
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.op_calls import Edit
 
-__all__ = ["AdviceContext", "Exemption", "LineChange", "Proposal", "RewriteKind"]
-
 RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 

@@ -23,8 +23,6 @@ from ampaudit.trace import Site
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = ["proposals"]
-
 _PRODUCTS = ("linear", "conv1d", "conv2d", "conv3d")
 _HOMOGENEOUS = frozenset(
     "relu leaky_relu max_pool2d max_pool1d avg_pool2d adaptive_avg_pool2d dropout".split()

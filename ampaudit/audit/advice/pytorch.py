@@ -13,8 +13,6 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, KeepFp32
 from ampaudit.trace.isolation import structural_copy
 
-__all__ = ["code_of_dtype", "half_method", "with_code"]
-
 _IN_AUTOCAST = '''\
 import torch
 

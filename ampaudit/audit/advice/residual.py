@@ -32,8 +32,6 @@ from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import CAST_OPS, base_name, named_arguments
 from ampaudit.trace.values import dtype_name, torch_dtype
 
-__all__ = ["ResidualRescale", "residual_rescale", "stream_rescaled"]
-
 SPARE_BITS = 2
 _LOSS_DB = 1.0  # that 16 bits may cost the weights, because some become subnormal
 _EXACT_DB = 80.0

@@ -36,8 +36,6 @@ from ampaudit.trace.opnames import (
     written_values,
 )
 
-__all__ = ["AttributeChange", "Refusal", "Stream", "find_stream"]
-
 Degree: TypeAlias = "int | tuple[int | None, ...] | None"
 _NEAR_LIMIT = 0.9  # of the format's largest number, where a clamp only stands for its limit
 

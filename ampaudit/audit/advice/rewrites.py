@@ -42,8 +42,6 @@ from ampaudit.trace.op_calls import (
 )
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["is_returned", "rewrites"]
-
 Edits = dict[SiteId, Edit]
 Proof = Callable[[Flow, Site], Edits | None]
 Likeness = Callable[[Flow, Site], bool]

@@ -22,15 +22,6 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = [
-    "border",
-    "exempt_sites",
-    "exemptions_for",
-    "literal",
-    "propose_exemptions",
-    "quoted",
-]
-
 BACK = (1, 2, 4, 8)  # steps
 _PROMOTING = ("cat", "concat", "stack", "where")
 _SOURCE = "ampaudit scan --advise"

@@ -27,8 +27,6 @@ from ampaudit.linter.source_text import (
 from ampaudit.render.findings import relative_path
 from ampaudit.trace.stack import is_library
 
-__all__ = ["diff_of", "replacements"]
-
 _SOURCE_FILE_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # within a statement
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)

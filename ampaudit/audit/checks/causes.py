@@ -31,8 +31,6 @@ from ampaudit.policy.schema import Cast
 from ampaudit.run.record import Origin
 from ampaudit.trace import Role, Site
 
-__all__ = ["CHECKS", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
-
 _PRODUCTS = having("product", "added_product")
 _ATTENTION_SOFTMAX = having("softmax") | {"exp"}
 _FILLS = having("constant", "fills", "sum_of_two")

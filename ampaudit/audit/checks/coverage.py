@@ -25,8 +25,6 @@ from ampaudit.trace.opnames import base_name, is_foreign
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import fake_arguments
 
-__all__ = ["CHECKS", "findings_on_gaps", "foreign_sites", "gaps_of"]
-
 _OPAQUE_OF_ONNX = "export it as other operators: docs/onnx-operators.md lists those that are audited inside"
 _NO_KERNEL_ADVICE = "call it on x.float(); a rule with cast: float32 does the same"
 _NO_KERNEL_OF_ONNX = "nothing has to be done: ampaudit convert casts what the node takes and gives"

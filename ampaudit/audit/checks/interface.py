@@ -28,21 +28,6 @@ from ampaudit.trace.flow import Flow, ParameterUse, parameter_use
 if TYPE_CHECKING:
     from ampaudit.bounds import BoundTable
 
-__all__ = [
-    "HANDS_ON",
-    "Cause",
-    "Check",
-    "CheckContext",
-    "cause",
-    "context_of",
-    "evidence_of",
-    "finding_about",
-    "finding_at",
-    "finding_source",
-    "run_checks",
-    "source_of",
-]
-
 _SATURATES = 0.3  # relative error from which growth saturates
 HANDS_ON = (Role.VIEW, Role.SELECT)
 

@@ -32,14 +32,6 @@ from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, node_dtype
 
-__all__ = [
-    "CHECKS",
-    "code_finding",
-    "describe_difference",
-    "names_dtype",
-    "refused_sites",
-]
-
 _ADVICE = (
     "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype), "
     "or add a rule for the op: cast: widest"

@@ -26,9 +26,6 @@ from ampaudit.run.outputs import OutputComparison
 from ampaudit.run.record import StateFault
 from ampaudit.trace import Role, Site
 
-__all__ = ["CHECKS", "accuracy_text", "findings_with", "inaccurate"]
-
-
 NOTICEABLE_DB = 10.0
 MAX_UNCHANGED = 0.5  # share of a buffer's elements to be changed that stay as they were
 STALLS = 0.1  # share of the additions that change nothing, from which a sum is said to stall

@@ -17,18 +17,6 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.values import computing_dtype, converted_numbers, dtype_name, fake_arguments, node_dtype
 
-__all__ = [
-    "CHECKS",
-    "cancellation",
-    "epsilon",
-    "log_sigmoid",
-    "log_softmax",
-    "lost_eps",
-    "positions",
-    "rounded_number",
-    "subtracts",
-]
-
 _WITHIN = 2  # ops before the one that is reported: a comparison, and what combines masks
 _PROTECTED = having("infinite_at_zero") | {"sqrt"}
 _PROTECTING = ("add", "clamp", "clamp_min", "clip", "maximum", "max", "sub")

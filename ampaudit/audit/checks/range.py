@@ -15,8 +15,6 @@ from ampaudit.policy.schema import Cast
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Site
 
-__all__ = ["CHECKS", "limited_peak"]
-
 VANISH_SHARE = 0.01
 SUBNORMAL_SHARE = 0.25
 _HIDING = having("clamps", "extremum_of_two", "saturates") | {"where"}

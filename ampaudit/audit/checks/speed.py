@@ -14,8 +14,6 @@ from ampaudit.findings.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, node_dtype
 
-__all__ = ["CHECKS"]
-
 _COSTLY = having("product", "added_product", "weighted") | {"scaled_dot_product_attention"}
 MIN_SITES = 4
 MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, NVIDIA's "Matrix Multiplication Background" guide

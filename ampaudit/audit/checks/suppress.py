@@ -18,8 +18,6 @@ from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.trace import Site
 
-__all__ = ["Suppression", "comments_in", "comments_of_files", "option", "suppressed", "with_later"]
-
 UNUSED = "AMP991"
 _NEVER = ("AMP990", UNUSED)
 

@@ -13,8 +13,6 @@ from typing import Any
 from ampaudit.core.errors import CouldNotAudit, RunFailed, first_line
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 
-__all__ = ["check_in_sandbox", "checking", "open_session"]
-
 _SECONDS = 3600.0
 _REPORT = "report it with the model"
 _RUNTIME = "com.microsoft"

@@ -45,8 +45,6 @@ from ampaudit.source.onnx.source import inputs_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["convert_onnx"]
-
 _FLIPPED = "AMP209"
 _CHOICES_DB = 40.0  # accuracy of integers of which one in a hundred differs
 _STEPS = (8, 64)  # numbers of nodes before a choice that stay in float32 if too many choices change

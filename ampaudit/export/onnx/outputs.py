@@ -42,19 +42,6 @@ from ampaudit.trace.values import dtype_name
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = [
-    "Original",
-    "OtherBatch",
-    "WrittenFile",
-    "comparable_outputs",
-    "describe_inaccurate",
-    "nodes_before_choices",
-    "orderings",
-    "other_batches",
-    "refuse_broken",
-    "worst_records",
-]
-
 _MOST_ELEMENTS = 1 << 22  # limit for each generated input
 _LARGER = 3  # factor of the size of each open axis, except the batch
 _LONGER = 8  # factor of integers, except for indices into a table of known size

@@ -50,8 +50,6 @@ from ampaudit.tuning.tune import tuned_rules
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["OnnxPlan", "PlanWishes", "decisions_of", "plan_onnx"]
-
 _ENDS = {"Softmax", "LogSoftmax"}
 _PASSED = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
 _MAX_STEPS = 2000

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import networkx as nx
     import onnx_ir as ir
 
-__all__ = ["Rewriter", "choose_types"]
-
 _FLOAT32, _LOW = "float32", "low"  # source and sink; no node of a graph is text
 _CAST_COST, _WIDE_COST = 1000, 1  # a cast is as bad as a thousand nodes that move values in float32
 _SMALL = 4096  # size in bytes up to which a value that is needed in both types is stored twice

@@ -35,16 +35,6 @@ from ampaudit.trace.values import dtype_name, tensors_in
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = [
-    "PREFIX",
-    "ExportedOnnx",
-    "annotate_graph",
-    "max_difference",
-    "metadata_of",
-    "names_of_inputs",
-    "write_onnx",
-]
-
 PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
 _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")

@@ -14,21 +14,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-__all__ = [
-    "CHOOSING",
-    "COMPARING",
-    "MOVING",
-    "NodeTypes",
-    "SlotType",
-    "TensorOf",
-    "constant_of",
-    "is_float32",
-    "node_types",
-    "nonstandard_operators",
-    "on_last_axis",
-    "schema_of",
-]
-
 # operators whose results hold elements of their inputs
 MOVING = frozenset(
     """

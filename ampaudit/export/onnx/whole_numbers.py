@@ -24,8 +24,6 @@ from ampaudit.source.onnx.names import axis_of, bodies_of, plain_domain
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["whole_number_nodes"]
-
 _MOST_ELEMENTS = 1 << 16  # size up to which a constant is read; larger ones are weights
 _ANGLE_ERROR = 0.1  # acceptable error of an angle in radians
 _JOINING = {"Concat", "Max", "Min", "ScatterElements", "ScatterND", "Where"}

@@ -16,8 +16,6 @@ from ampaudit.source.onnx.names import STANDARD
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["ONNX_FLOATS", "casts_in", "run_onnx", "write_model"]
-
 _ONE_FILE = 1 << 30  # bytes of weights up to which they are in the file of the graph
 ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 

@@ -10,21 +10,6 @@ from typing import Literal, cast, get_args
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = [
-    "LINTED",
-    "Example",
-    "Kind",
-    "Level",
-    "Page",
-    "all_pages",
-    "code_titles",
-    "command_of",
-    "family",
-    "page_of",
-    "parse_page",
-    "title_of",
-]
-
 Kind = Literal[
     "overflow",
     "underflow",

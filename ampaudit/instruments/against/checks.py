@@ -12,8 +12,6 @@ from ampaudit.core.text import plural
 from ampaudit.findings.finding import Finding, Severity
 from ampaudit.run.comparison import ModelComparison, ModelDifference
 
-__all__ = ["CHECKS", "comparison_in"]
-
 _ADVICE = "compare the node with its counterpart, and convert or export it again"
 
 

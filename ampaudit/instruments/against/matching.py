@@ -22,18 +22,6 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = [
-    "MIN_CLAMPED",
-    "ComparedGraph",
-    "MatchedWeight",
-    "Matching",
-    "Op",
-    "Values",
-    "difference_of",
-    "match_weights",
-    "plain_value",
-]
-
 # relative and absolute tolerance: rounding in either direction, and the smallest numbers of converters
 _ROUNDING = {
     torch.float16: (2.0**-10, 1.2e-7),

@@ -15,8 +15,6 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["MEASURING"]
-
 
 class _Measuring(Measuring):
     checks = CHECKS

@@ -36,8 +36,6 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["ReferenceModel"]
-
 _SMALLEST = {torch.float16: 1.2e-7}  # converters replace smaller numbers by this
 _JUMP = 4
 _TRANSPOSED = "is transposed"

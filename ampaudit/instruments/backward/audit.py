@@ -50,15 +50,6 @@ from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, converts, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
-__all__ = [
-    "EXPONENT_OFFSET",
-    "GradientAudit",
-    "MeasuringObserver",
-    "counts_on_cpu",
-    "exponent_counts",
-    "gradient_dtypes",
-]
-
 EXPONENT_OFFSET = 127
 # Maximum number of roundings of 2^-24 per term of a sum of float32 gradients. Where the sum cancels, as for a
 # bias before batch norm or of a key before softmax, the remainder was up to 6 per term in the models of the

@@ -28,8 +28,6 @@ from ampaudit.instruments.backward.record import (
 from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.trace import Role, Site
 
-__all__ = ["CHECKS", "VANISHED", "gradient_finding", "name_of", "vanishes"]
-
 _NOTHING_LEFT_DB = 6.0  # half of the gradient is gone
 _LISTED = 5
 _FOLLOWABLE = "use torch.where or torch.clamp in it instead of Python's control flow and .item()"

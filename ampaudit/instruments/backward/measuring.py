@@ -8,7 +8,7 @@ from typing import Any
 
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.instruments import Measuring
-from ampaudit.audit.scan_report import finite_or_none, headroom_bits, rounded
+from ampaudit.audit.scan_report import finite_or_none, headroom_bits, round_db
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.instruments import Instrument
@@ -22,8 +22,6 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
-
-__all__ = ["MEASURING"]
 
 
 class _Measuring(Measuring):
@@ -109,7 +107,7 @@ def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
         nan=int(values.nan),
         elements=values.elements,
         flushed=round(stats.flushed_share, 6),
-        sqnr_db=rounded(values.sqnr_db),
+        sqnr_db=round_db(values.sqnr_db),
         exponents=dict(sorted(stats.exponents.items())),
         cancelled=stats.cancelled,
     )

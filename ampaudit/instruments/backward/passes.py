@@ -31,14 +31,6 @@ from ampaudit.trace.flatten import (
 from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = [
-    "BackwardPass",
-    "CustomBackwards",
-    "FaultSource",
-    "GradientObserver",
-    "GradientPair",
-]
-
 GradientPair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -19,16 +19,6 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gradients import LayerScales, ScaleAdvice, ScaleRow
 from ampaudit.run.measure import AS_RUN, Observation
 
-__all__ = [
-    "GradientOrigin",
-    "GradientRecord",
-    "GradientStats",
-    "NamedGradient",
-    "UntracedBackward",
-    "advice_on_scale",
-    "highest_exponent",
-]
-
 SHARE = 0.05  # share of a layer's gradient elements that may be flushed: they contribute next to nothing
 TABLE = range(25)  # exponents of the scales in the table
 _SEARCHED = range(-40, 65)

@@ -23,9 +23,6 @@ from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough, overload
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["Tape", "TapeEntry", "needs_gradient", "vjp"]
-
-
 aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor | None]
 # maps arguments by name, the names to differentiate by, and the output's gradient to the gradients by name;

@@ -49,8 +49,6 @@ from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
-__all__ = ["GradientProbe"]
-
 MIN_PROBES = 8  # a few jumps may be most of the error, and two probes that agree may miss them
 COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd
 

@@ -29,8 +29,6 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["MEASURING", "noise_rows", "sensitivities_in"]
-
 _LEAST_SHARE = 1e-6
 
 

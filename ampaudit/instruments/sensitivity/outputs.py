@@ -36,9 +36,6 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder
 from ampaudit.trace.values import torch_dtype
 
-__all__ = ["ProbedBatch", "SensitivityProbe", "enough_probes", "max_probes", "signs_like"]
-
-
 SEPARATE = 16  # number of outputs up to which each is probed separately
 MIN_PROBES, MAX_PROBES = 2, 32
 SPREAD = 0.06  # relative standard error of the sum over all values that suffices: 0.25 dB

@@ -43,24 +43,6 @@ from ampaudit.trace.internals import decomposition_table
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, float_value
 
-__all__ = [
-    "BackwardKind",
-    "Collected",
-    "DifferentiableBackend",
-    "ErrorCollector",
-    "ErrorTape",
-    "PrecisionGraph",
-    "PrecisionValue",
-    "Sensitivities",
-    "SensitivityPart",
-    "ValueKind",
-    "ValueNames",
-    "finite_difference",
-    "float_nodes",
-    "probe",
-    "values_of",
-]
-
 # dtypes of results that stay wide although 16 bits were requested, of ops that write to float32 statistics
 _FLOAT32 = frozenset({torch.float32, torch.complex64})
 _FIXED = ("author", TWIN)  # reasons of decisions that no policy makes

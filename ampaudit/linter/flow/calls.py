@@ -87,8 +87,6 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-__all__ = ["evaluate_call"]
-
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _PASS_THROUGH: Final = frozenset(
     {*(f"builtins.{name}" for name in ("list", "tuple", "iter", "reversed")), "tqdm.tqdm", "tqdm.auto.tqdm"}

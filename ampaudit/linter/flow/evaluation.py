@@ -50,8 +50,6 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-__all__ = ["HANDLERS"]
-
 
 def _repeat(
     interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value = UNKNOWN

@@ -53,17 +53,6 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-__all__ = [
-    "autograd_grad",
-    "backward",
-    "gradient_method",
-    "has_single_optimizer",
-    "scaler_method",
-    "unknown_backward",
-    "use_loss_gradients",
-    "zero_gradients",
-]
-
 _NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
 # the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
 _KEEPS_GRADIENT: Final = frozenset(

@@ -34,8 +34,6 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = ["bind_fields", "follow_callback", "inline_call", "instance_of_class"]
-
 _COLLECTIONS: Final = frozenset(
     "list List dict Dict Sequence Iterable tuple Tuple Callable type Type ModuleList set frozenset".split()
 )

@@ -38,18 +38,6 @@ from ampaudit.linter.flow.values import (
 )
 from ampaudit.linter.source_tree import LinkedScript
 
-__all__ = [
-    "NO_AUTOCAST",
-    "UNKNOWN_AUTOCAST",
-    "DtypeUses",
-    "Frame",
-    "ImportsTooLong",
-    "Interpreter",
-    "LintRule",
-    "ProgramPoint",
-    "StepLimitReached",
-]
-
 STEPS_AT_ONCE: Final = 16
 _MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipped
 _MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports

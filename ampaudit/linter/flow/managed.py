@@ -31,8 +31,6 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-__all__ = ["LIGHTNING", "MANAGED", "lightning_trainers", "make_managed", "make_trainer", "managed_method"]
-
 LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
 MANAGED: Final = "managed"  # the key of the scaler of a framework
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")

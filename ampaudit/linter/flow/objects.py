@@ -59,22 +59,6 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-__all__ = [
-    "MODULE_METHODS",
-    "WITH_ADAPTERS",
-    "applies_to_device",
-    "call_model",
-    "copies_method",
-    "device_of",
-    "freeze",
-    "make_instance",
-    "make_model",
-    "model_method",
-    "optimizer_method",
-    "optimizer_value",
-    "with_adapters",
-]
-
 MODULE_METHODS: Final = frozenset(
     "train eval to cuda cpu half float parameters named_parameters modules children state_dict"
     " load_state_dict register_buffer register_parameter zero_grad apply requires_grad_ log log_dict".split()

@@ -29,8 +29,6 @@ from ampaudit.linter.flow.syntax import (
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, value_class
 from ampaudit.linter.source_text import split_lines
 
-__all__ = ["Script", "ScriptTooLong", "is_worth_reading", "matching_lines", "parse", "read_script"]
-
 # lines that matter for the precision of a training loop, each from where it first does
 MATTERS: Final = re2.compile(
     r"(?:autocast|[Ss]caler|\bscale|unscale_|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("

@@ -31,35 +31,6 @@ from ampaudit.linter.flow.values import (
     value_class,
 )
 
-__all__ = [
-    "BFLOAT16_WEIGHTS",
-    "CAST_BY_DTYPE",
-    "DEVICE",
-    "FROZEN",
-    "HALF_WEIGHTS",
-    "HALVED_IN_LOOP",
-    "PERHAPS",
-    "STAGE",
-    "UNKNOWN_GRADIENTS",
-    "UNUSED",
-    "AccumulatedGradients",
-    "Contribution",
-    "FactKind",
-    "Life",
-    "Perhaps",
-    "PerhapsHalf",
-    "Phase",
-    "Stage",
-    "State",
-    "choice_of_dtypes",
-    "flattened",
-    "item_of",
-    "join",
-    "join_all",
-    "join_items",
-    "join_values",
-]
-
 T = TypeVar("T")
 
 

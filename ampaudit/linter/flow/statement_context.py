@@ -11,17 +11,6 @@ from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks, tests_remainder
 from ampaudit.linter.source_tree import LinkedScript
 
-__all__ = [
-    "assigned_values",
-    "call_beside_scaler",
-    "conditions_around",
-    "following_step",
-    "in_same_function",
-    "location_suffix",
-    "nodes_around",
-    "scaler_in_scope",
-]
-
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)

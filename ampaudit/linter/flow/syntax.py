@@ -6,29 +6,6 @@ import ast
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = [
-    "calls",
-    "condition_of",
-    "covers_line",
-    "dotted_name",
-    "enters_autocast",
-    "imported_modules",
-    "imported_names",
-    "join_names",
-    "keyword_value",
-    "last_component",
-    "mentions",
-    "module_of",
-    "names_in",
-    "nested_blocks",
-    "parameter_defaults",
-    "receiver_name",
-    "simple_name",
-    "tests_remainder",
-    "walk",
-    "words_of",
-]
-
 
 def condition_of(test: ast.expr) -> tuple[str, bool] | None:
     """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""

@@ -33,25 +33,6 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = [
-    "ON_ANY_TENSOR",
-    "all_model_calls",
-    "autocast_dtype",
-    "call_op",
-    "combine",
-    "common_scale",
-    "computed_under",
-    "dtype_named",
-    "dtype_of_model_calls",
-    "dtype_of_result",
-    "first_rounded",
-    "keeps_dtype",
-    "matrix_product",
-    "outer_product",
-    "requested_dtype",
-    "tensor_method",
-]
-
 # methods that nothing but a tensor has, or that do no harm to what else has them
 ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "long", "bool", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}

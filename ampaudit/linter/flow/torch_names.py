@@ -11,35 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-__all__ = [
-    "ADAM_LIKE",
-    "AUTOCASTS",
-    "AUTOCAST_FLOAT32",
-    "BFLOAT16_ROUNDS_TO_ONE",
-    "CONVENTIONAL_NAMES",
-    "DTYPES",
-    "FLOAT16_ROUNDS_TO_ONE",
-    "FLOAT16_ROUNDS_TO_ZERO",
-    "FLOAT32_LAYERS",
-    "FRAMEWORKS",
-    "HARMLESS_METHODS",
-    "KEEPS_DTYPE",
-    "LAYERS_WITHOUT_DTYPE",
-    "LOSS_FUNCTIONS",
-    "MAKES_LIKE",
-    "MAKES_TENSORS",
-    "MANAGING_PACKAGES",
-    "MATRIX_LAYERS",
-    "MATRIX_PRODUCTS",
-    "SCALERS",
-    "WITHOUT_HALF_KERNEL",
-    "WRITES_SAME_DTYPE",
-    "Framework",
-    "canonical_name",
-    "makes_model",
-    "makes_optimizer",
-]
-
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
 BFLOAT16_ROUNDS_TO_ONE: Final = 2.0**-9
 FLOAT16_ROUNDS_TO_ONE: Final = 2.0**-12  # half of the distance from 1 to the next smaller number

@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.syntax import keyword_value, last_component
 from ampaudit.linter.flow.torch_names import Framework
 
-__all__ = [
-    "MAYBE",
-    "UNKNOWN",
-    "UNSCALED",
-    "UNSCALED_TENSOR",
-    "Arguments",
-    "Autocast",
-    "BoundMethod",
-    "Class",
-    "ClassInfo",
-    "ContextManager",
-    "DeviceValue",
-    "DictLiteral",
-    "DtypeChoice",
-    "Function",
-    "FunctionInfo",
-    "GradAttribute",
-    "ImportedName",
-    "Instance",
-    "KnownItems",
-    "LiteralValue",
-    "LossFunction",
-    "LossGradients",
-    "Managed",
-    "Model",
-    "Optimizer",
-    "Parameters",
-    "Partial",
-    "ScaleReading",
-    "Scaler",
-    "Scheduler",
-    "StateDict",
-    "Tensor",
-    "Truth",
-    "Unknown",
-    "Value",
-    "literal_of",
-    "value_class",
-]
+T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from dataclasses import dataclass as value_class
-else:
 
-    def value_class(*, frozen: bool, **options: bool) -> Any:
-        """Make a dataclass that only the type checker keeps frozen: it takes half the time to create."""
-        return dataclass(**options, unsafe_hash=frozen and options.get("eq", True))
+@dataclass_transform()
+def value_class(*, frozen: bool, **options: bool) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass that only the type checker keeps frozen: it takes half the time to create."""
+    return dataclass(**options, unsafe_hash=frozen and options.get("eq", True))
 
 
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale

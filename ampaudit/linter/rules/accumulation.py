@@ -38,8 +38,6 @@ from ampaudit.linter.flow.syntax import (
 )
 from ampaudit.linter.rules.rule import rule
 
-__all__ = ["branch_of", "excludes", "side_of"]
-
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 

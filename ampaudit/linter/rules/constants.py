@@ -34,8 +34,6 @@ from ampaudit.linter.flow.torch_names import (
 )
 from ampaudit.linter.rules.rule import rule
 
-__all__ = ["number_of"]
-
 _FLOAT16_MAX: Final = 65504.0
 _SMALL: Final = 2.0**-8
 # autocast computes these in float32, and so what is added to them

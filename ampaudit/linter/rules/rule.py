@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from ampaudit.linter.diagnostic import Mistake
 from ampaudit.linter.flow.interpreter import Interpreter, LintRule
 
-__all__ = ["RULES", "rule"]
-
 R = TypeVar("R", bound=Callable[[Interpreter, Any], Iterator[Mistake]])
 RULES: dict[type, list[LintRule]] = {}  # by what they listen to
 

@@ -22,9 +22,6 @@ from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
 from ampaudit.render.findings import relative_path
 from ampaudit.render.view import Renderable, ViewPage, view_of
 
-__all__ = ["to_html"]
-
-
 _HERE = Path(__file__).parent
 
 

@@ -13,8 +13,6 @@ from ampaudit.source.onnx.names import plain_domain
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["MAX_NODES", "BadGraph", "check_model", "first_in_cycle", "node_title"]
-
 MAX_NODES = 200_000  # including the nodes of functions for each call
 _MAX_NAME = 10_000  # characters; names of fused nodes are long
 _MAX_CALLS = 50  # nested calls of functions

@@ -27,8 +27,6 @@ from ampaudit.source.onnx.names import plain_domain
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["LARGE", "OWN_FILE", "OnnxFile", "read_onnx", "torch_dtype_of", "write_with_values"]
-
 OWN_FILE = "\x00"  # not a path: the location of a tensor in the model's own file
 LARGE = 4096  # bytes; larger tensors stay in the file
 _MAX_PARSED = 1 << 30  # bytes without large values

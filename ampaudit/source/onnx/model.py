@@ -44,8 +44,6 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["OnnxModel"]
-
 _SESSIONS = 64
 _NEWEST_IR = 10
 # tells the tracer to run the op on the values of this trace

@@ -18,8 +18,6 @@ from ampaudit.trace.replay import MODULE_SCOPE
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["STANDARD", "NodeNames", "axis_of", "bodies_of", "layer_name", "parameter_place", "plain_domain"]
-
 STANDARD = ("", "ai.onnx")
 
 _SCOPES = "pkg.torch.onnx.name_scopes"

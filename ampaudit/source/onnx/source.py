@@ -29,8 +29,6 @@ from ampaudit.trace.values import dtype_name
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["GraphInput", "batch_of", "by_name", "from_onnx", "inputs_of", "is_sum", "size_of"]
-
 ARRAY_FILES = (".safetensors", ".npz")
 _MAX_ELEMENTS = 1 << 25
 _MAX_BYTES = 1 << 33  # of the arrays in an .npz file, which may be compressed

@@ -21,28 +21,6 @@ from ampaudit.trace.values import dtype_name
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = [
-    "FLOATS",
-    "MISFITS",
-    "OPERATORS",
-    "Known",
-    "NodeCall",
-    "Operand",
-    "Operator",
-    "RefusedNode",
-    "Unsupported",
-    "as_constant",
-    "as_list",
-    "check_size",
-    "has_references",
-    "misfit_error",
-    "onnx_type_of",
-    "operand_tensors",
-    "operator",
-    "standard_body",
-    "with_values",
-]
-
 Operator = Callable[..., Any]
 OPERATORS: dict[tuple[str, str], Operator] = {}
 MAX_ELEMENTS = 1 << 33  # elements of a result; 32 GiB in float32

@@ -37,8 +37,6 @@ from ampaudit.source.pt2.schema import (
     Union,
 )
 
-__all__ = ["ForeignOperator", "UnknownOperator", "build_graph", "operator_named", "read_tensors", "weight_of"]
-
 # numbers of torch/_export/serde/schema.py
 _FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
 _FROM_28 = "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"

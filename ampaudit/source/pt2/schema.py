@@ -14,22 +14,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-__all__ = [
-    "PROGRAM_SCHEMA",
-    "Argument",
-    "Graph",
-    "InputSpec",
-    "Integer",
-    "Name",
-    "Node",
-    "OutputSpec",
-    "ProgramFile",
-    "Signature",
-    "Strict",
-    "Union",
-    "check_expression",
-]
-
 _MAX_LENGTH = 20_000
 _NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.Attribute, ast.Subscript, ast.keyword),

@@ -50,17 +50,6 @@ from ampaudit.trace.internals import (
 from ampaudit.trace.stack import code_line, is_tool_file
 from ampaudit.trace.values import node_dtype, storage_id
 
-__all__ = [
-    "AFTER_ACCUMULATION",
-    "CHECKPOINT",
-    "BackwardTracer",
-    "CustomCode",
-    "FunctionApplication",
-    "Hooks",
-    "Tracked",
-    "separate_backwards",
-]
-
 _LOST = "it reads a tensor that no op of the trace computes"
 CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"

@@ -15,8 +15,6 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.trace.stack import running_lines
 from ampaudit.trace.values import inexact
 
-__all__ = ["Decided", "ReadKind", "ReadNumber", "ReadValues", "ValueRead", "python_value"]
-
 Values = Mapping[int, Any]
 _UNKNOWN = object()
 

@@ -49,17 +49,6 @@ from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.stack import calling_line, is_tool_file, running_lines
 from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, tensors_in, widened
 
-__all__ = [
-    "READING",
-    "GivenValues",
-    "PathNumbering",
-    "PathRecorder",
-    "PathTracing",
-    "refuse_path",
-    "with_known_casts",
-]
-
-
 # the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
 _VALUE = "ampaudit_fp32_value"
 MAX_OPS = 100_000  # minutes of tracing

@@ -10,8 +10,6 @@ from tests.support.onnx_known_failures import KNOWN_FAILURES
 from tests.support.onnx_nodes import NodeTest, node_tests
 from tests.support.paths import ROOT
 
-__all__ = ["PLACE", "ours", "page", "share", "standard"]
-
 PLACE = ROOT / "docs" / "onnx-operators.md"
 # of these, ONNX Runtime has no kernel, or they are of text, which torch has no tensors for
 _REFUSED = {"ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"}

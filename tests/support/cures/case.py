@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from textwrap import dedent, indent
 
-__all__ = ["Case", "Change"]
-
 Change = tuple[tuple[str, str], ...]  # pieces of the source and what stands there afterwards
 
 _FILE = """\

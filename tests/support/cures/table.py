@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.support.cures.case import Case
 
-__all__ = ["CASES"]
-
 SPREAD = "z = self.inner(x) * 40"
 QK = """
 self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CASES", "COMBINATIONS", "Case", "Net", "failure"]
-
 Built = tuple[nn.Module, tuple[Any, ...]]
 # policy and format, by the names that cases use
 COMBINATIONS = {

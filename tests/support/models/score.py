@@ -11,8 +11,6 @@ from ampaudit.audit.checks import Finding
 from ampaudit.report.model import Report
 from tests.support.models.case import CASES, COMBINATIONS, Case
 
-__all__ = ["Score", "audit", "found_by", "graver", "score", "table"]
-
 
 @dataclass(slots=True)
 class Score:

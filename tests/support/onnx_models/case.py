@@ -18,8 +18,6 @@ Build = Callable[[Path, Size], tuple[Path, Arrays]]
 Shape = Sequence[int | str]
 OPSET = 18
 
-__all__ = ["OPSET", "Arrays", "Build", "Graph", "Shape", "Size", "constant", "kind_of", "tensor", "value"]
-
 
 def kind_of(array: NDArray) -> int:
     return helper.np_dtype_to_tensor_dtype(array.dtype)

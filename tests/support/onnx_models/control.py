@@ -9,8 +9,6 @@ from onnx import TensorProto, helper
 from tests.support.onnx_models.case import Graph, constant, value
 from tests.support.onnx_models.structure import WIDTH, Cases, Made, linear, register, row
 
-__all__ = ["CONTROL"]
-
 CONTROL: Cases = {}
 SHAPE = (2, WIDTH)
 BOOL, INT64 = TensorProto.BOOL, TensorProto.INT64

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from tests.support.onnx_models.case import Arrays, Size
 
-__all__ = ["bert", "gpt2", "resnet", "t5"]
-
 
 class Attention(nn.Module):
     """Eager attention; ``mask`` is added to the scores."""

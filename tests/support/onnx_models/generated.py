@@ -11,8 +11,6 @@ from onnx import TensorProto, helper
 
 from tests.support.onnx_models.case import Arrays, Graph, Size, value
 
-__all__ = ["big", "mask_constants", "mask_initializers", "mixed"]
-
 FINFO_MIN = float(np.finfo(np.float32).min)
 
 

@@ -6,8 +6,6 @@ from tests.support.onnx_models.control import CONTROL
 from tests.support.onnx_models.structure import STRUCTURE
 from tests.support.onnx_models.values import VALUES
 
-__all__ = ["ODD", "REFUSED_BY"]
-
 ODD = {**STRUCTURE, **VALUES, **CONTROL}
 # by their nature: two nodes of one name, and shapes that contradict each other
 REFUSED_BY = {"duplicate_node_names": "onnxruntime", "value_info_of_wrong_shapes": "onnx.checker"}

@@ -11,8 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.onnx_models.case import Arrays, Graph
 
-__all__ = ["BROKEN", "Pair", "half", "pair"]
-
 WIDTH = 16
 NORM = ("square", "mean_square", "variance", "deviation")
 KEPT = (*NORM, "share", "log_eps", "log")

@@ -12,8 +12,6 @@ from onnx import helper
 
 from tests.support.onnx_models.case import Arrays, Graph, value
 
-__all__ = ["PLANTED", "Planted", "planted"]
-
 WIDTH = 16
 HEALTHY = 1e-3  # the gain of the twins; one of 1 overflows
 

@@ -11,8 +11,6 @@ from onnx import TensorProto, helper
 
 from tests.support.onnx_models.case import Arrays, Graph, value
 
-__all__ = ["STRUCTURE", "WIDTH", "Cases", "Made", "linear", "register", "row", "square"]
-
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 Made = tuple[onnx.ModelProto, Arrays]
 Cases = dict[str, Callable[[], Made]]

@@ -8,8 +8,6 @@ from onnx import TensorProto, helper
 from tests.support.onnx_models.case import Graph, tensor
 from tests.support.onnx_models.structure import WIDTH, Cases, Made, linear, register, row, square
 
-__all__ = ["VALUES"]
-
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 VALUES: Cases = {}
 

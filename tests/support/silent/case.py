@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CASES", "Built", "Net", "Silent", "culprit_lines", "silent"]
-
 Built = tuple[nn.Module, tuple[Any, ...]]
 
 

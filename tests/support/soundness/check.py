@@ -19,8 +19,6 @@ from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.values import fits
 from tests.support.soundness.program import torchs_own_kernels
 
-__all__ = ["Checked", "Escape", "Runs", "check", "contains"]
-
 _CPU = torch.device("cpu")
 _GARBAGE = 12345.0  # what uninitialized memory shows; bfloat16 holds it, too, rounded
 # a CPU's kernels for 16 bits that sum in 16 bits; bounds are for sums in float32, as on GPUs and in a scan

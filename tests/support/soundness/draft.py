@@ -18,8 +18,6 @@ import torch
 from tests.support.soundness.program import NAMESPACE, Branch, Input, Stored, torchs_own_kernels
 from tests.support.soundness.steps import VIEWS, WRITES
 
-__all__ = ["Draft", "Refused"]
-
 NUMBERS = (
     *(0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -0.3, 0.1, 10.0, 1e-4, 1e-8, 1e-12, 1e4, 6e4, -6e4, 1.5),
     *(0.9999, 1.0007, 2.7013),  # which 16 bits do not hold

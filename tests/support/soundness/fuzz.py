@@ -22,21 +22,6 @@ from tests.support.soundness.generate import branch_of
 from tests.support.soundness.inputs import hostile
 from tests.support.soundness.program import Branch, BranchModel
 
-__all__ = [
-    "RAISED",
-    "SETTINGS",
-    "Counterexample",
-    "Prepared",
-    "Report",
-    "Setting",
-    "examine",
-    "examine_seed",
-    "random_branches",
-    "shrunk",
-    "table_of",
-    "traced_branches",
-]
-
 BRANCHES = 40  # of one trace
 RAISED = ("bound raises", "a transfer fails")
 

@@ -13,8 +13,6 @@ from tests.support.soundness import schemas, steps
 from tests.support.soundness.draft import Draft, Refused
 from tests.support.soundness.program import Branch
 
-__all__ = ["branch_of", "covered"]
-
 ATTEMPTS = 12
 
 

@@ -9,8 +9,6 @@ import torch
 
 from tests.support.soundness.program import Input
 
-__all__ = ["KINDS", "extreme_values", "hostile"]
-
 KINDS = 10
 
 

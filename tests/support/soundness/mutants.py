@@ -13,8 +13,6 @@ from torch import fx
 from ampaudit.bounds import Interval, analysis, elementwise, stored
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
 
-__all__ = ["MUTANTS", "Mutant"]
-
 Wrap = Callable[[Callable[[OpCall], Any], OpCall], Any]
 
 

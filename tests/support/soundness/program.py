@@ -16,17 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "NAMESPACE",
-    "Branch",
-    "BranchModel",
-    "Input",
-    "Stored",
-    "laid_out",
-    "names_in",
-    "torchs_own_kernels",
-]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from tests.support.soundness.check import Runs
 from tests.support.soundness.fuzz import Setting
 from tests.support.soundness.inputs import KINDS, values
 
-__all__ = ["sample_problems"]
-
 WIDER = (1.0, 4.0)  # ranges, in multiples of the sample's own
 
 

@@ -10,8 +10,6 @@ from torch._ops import OpOverload
 
 from tests.support.soundness.draft import Draft, Refused
 
-__all__ = ["call_of", "overloads"]
-
 _LEFT_OUT = (
     "rand bernoulli dropout normal uniform multinomial poisson exponential geometric cauchy rrelu"
     " _backward backward_ sparse quantize fake_ fbgemm qint q_ cudnn miopen mkldnn mps mkl _foreach _fused"

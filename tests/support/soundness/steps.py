@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["INTEGERS", "IN_PLACE", "LOOKALIKES", "STEPS", "VIEWS", "WRITES"]
-
 
 def _lines(text: str) -> tuple[str, ...]:
     return tuple(re.sub(r"\s+", " ", line).strip() for line in text.strip().splitlines())

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from tests.support.wrap import Wrap
 
-__all__ = ["GRAPHS", "USUAL", "Built", "SmallGraph", "linears", "small_graph", "tokens"]
-
 Built = tuple[nn.Module, tuple[Tensor, ...]]
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tests.support.tuning.graphs import Built, linears, small_graph, tokens
 from tests.support.wrap import Wrap
 
-__all__: list[str] = []
-
 
 @small_graph(2, 3)
 def cancelling_branches() -> Built:

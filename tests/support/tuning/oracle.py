@@ -17,8 +17,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["MOVES", "FewestOps", "PlainGraph", "sqnr"]
-
 # what the graphs use of the ops that copy, select or reorder values and compute none
 MOVES = frozenset(
     """

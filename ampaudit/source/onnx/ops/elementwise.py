@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Operand, check_size, operator
 
-__all__ = ["PLAIN", "WITH_ALPHA", "cast_tensor", "named_dtype"]
-
 WITH_ALPHA: dict[str, tuple[Callable[..., Tensor], float]] = {
     "Celu": (F.celu, 1.0), "Elu": (F.elu, 1.0), "LeakyRelu": (F.leaky_relu, 0.01),
 }  # fmt: skip

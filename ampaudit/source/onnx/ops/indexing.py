@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from ampaudit.source.onnx.ops.elementwise import named_dtype
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size, operator
 
-__all__ = ["axes_of"]
-
 _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 
 
