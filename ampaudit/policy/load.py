@@ -48,6 +48,7 @@ _SUFFIXES = (".yaml", ".yml")
 _MAX_PARENTS = 8
 _OF_WORDS = ("string_type", "literal_error")  # pydantic's errors of what is no word, or not one of a list
 _SHOULD_BE = "Input should be "
+_PYTHON_TYPE = re.compile(r"a valid (?:(tuple)|dictionary(?: or instance of \w+)?)")
 # keys inherited from the first parent that sets them
 _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
@@ -223,7 +224,8 @@ def _locate(document: YamlDocument, error: ValidationError) -> PolicyError:
             f"{where}: unknown key {describe(key)!r}", hint="see docs/rules.md for the known keys"
         )
     same = (e["msg"] for e in errors if _location(e, document.data) == location)
-    message, *others = dict.fromkeys(same)
+    in_yaml = (_PYTHON_TYPE.sub(lambda kind: "a list" if kind[1] else "a mapping", text) for text in same)
+    message, *others = dict.fromkeys(in_yaml)
     text = " or ".join([message.removeprefix("Value error, "), *(o.removeprefix(_SHOULD_BE) for o in others)])
     return PolicyError(f"{where}: {describe(key)}: {describe(text, 200)}", hint="see docs/rules.md")
 

@@ -90,7 +90,8 @@ AS_IS = "as-is"  # name of the policy that adds no casts
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
-Positive = Annotated[float, Field(gt=0)]
+Number = Annotated[float, Field(strict=True)]  # no true and no "1"
+Positive = Annotated[Number, Field(gt=0)]
 LowPrecisionDtype = Literal["float16", "bfloat16"]
 Placement = Literal["unchanged", "lower", "float32"]
 
@@ -189,10 +190,10 @@ class StrictModel(BaseModel):
 class NumericCondition(StrictModel):
     """Limits on a number: ``min`` and ``max`` include their value, ``above`` and ``below`` do not."""
 
-    min: float | None = None
-    max: float | None = None
-    above: float | None = None
-    below: float | None = None
+    min: Number | None = None
+    max: Number | None = None
+    above: Number | None = None
+    below: Number | None = None
 
     @model_validator(mode="after")
     def _check_possible(self) -> NumericCondition:
@@ -408,7 +409,7 @@ class Constants(StrictModel):
     """The clipping of finite weights outside the range (inf, NaN and 0 stay)."""
 
     max_finite: Positive
-    min_positive: float = Field(ge=0)
+    min_positive: Number = Field(ge=0)
 
     @model_validator(mode="after")
     def _check_order(self) -> Constants:
@@ -463,9 +464,9 @@ class LossScale(StrictModel):
 
     kind: Literal["dynamic", "static", "none"] = "dynamic"
     init: Positive | Literal["caller"] = Field(default=65536.0, description="the scale itself if static")
-    growth: float = Field(default=2.0, gt=1)
-    backoff: float = Field(default=0.5, gt=0, lt=1)
-    interval: int = Field(default=2000, ge=1)
+    growth: Number = Field(default=2.0, gt=1)
+    backoff: Number = Field(default=0.5, gt=0, lt=1)
+    interval: int = Field(default=2000, ge=1, strict=True)
     min: Positive | None = None
     max: Positive | Literal["finite"] | None = None
     hysteresis: Annotated[int, Field(ge=1)] | Literal["caller"] = 1

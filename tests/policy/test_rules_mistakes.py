@@ -159,6 +159,16 @@ MISTAKES = {
         GOOD.replace("title", "loss_scale: {min: 4, max: 2}\ntitle"),
         r"2:13: loss_scale: min is larger than max",
     ),
+    "a number that is true": (
+        GOOD.replace("title", "loss_scale: {interval: true}\ntitle"),
+        r"2:24: loss_scale\.interval: .*valid integer",
+    ),
+    "a number as text": (
+        GOOD.replace("title", "loss_scale: {growth: '2'}\ntitle"),
+        r"2:22: loss_scale\.growth: .*valid number",
+    ),
+    "no list": (GOOD.replace("[linear]", "linear"), r"11:17: rules\.1\.match\.op: Input should be a list"),
+    "no mapping": (GOOD.replace("title", "weights: 3\ntitle"), r"2:10: weights: Input should be a mapping"),
     "half an interval": (
         GOOD.replace("title", "loss_scale: {interval: 1.5}\ntitle"),
         r"2:24: loss_scale\.interval: .*valid integer",
