@@ -95,6 +95,28 @@ _CANVAS = script_of(
     "        with torch.autocast('cuda', dtype=torch.bfloat16):",
     "            loss = net(points, cells).mean()",
 )
+_DECODED = script_of(
+    "from diffusers import AutoencoderKL",
+    "",
+    "MODEL = '<>'",
+    "",
+    "",
+    "@torch.inference_mode()",
+    "def preview(latents):",
+    "    vae = AutoencoderKL.from_pretrained(MODEL, subfolder='vae').cuda().eval()",
+    "    with torch.autocast('cuda', dtype=torch.float16):",
+    "        return vae.decode(latents / vae.config.scaling_factor).sample.clamp(-1, 1)",
+)
+_LATENTS = script_of(
+    "from diffusers import AutoencoderKL",
+    "",
+    "",
+    "@torch.no_grad()",
+    "def cache(loader, device):",
+    "    vae = AutoencoderKL.from_pretrained('stabilityai/sdxl-vae')",
+    "    <>",
+    "    return [vae.encode(x.to(device, vae.dtype)).latent_dist.sample() for x in loader]",
+)
 _CONDITIONED = script_of(
     "class Denoiser(nn.Module):",
     "    def forward(self, x, before):",
@@ -294,5 +316,15 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         PLAIN,
         _CONDITIONED.replace("<>", "torch.no_grad()"),
         _CONDITIONED.replace("<>", "torch.no_grad(), torch.autocast('cuda', enabled=False)"),
+    ),
+    "AMP876": (
+        PLAIN,
+        _DECODED.replace("<>", "stabilityai/stable-diffusion-xl-base-1.0"),
+        _DECODED.replace("<>", "madebyollin/sdxl-vae-fp16-fix"),
+    ),
+    "AMP876 by its weights": (
+        PLAIN,
+        _LATENTS.replace("<>", "vae.requires_grad_(False).to(device, torch.float16)"),
+        _LATENTS.replace("<>", "vae.requires_grad_(False).to(device, torch.bfloat16)"),
     ),
 }

@@ -120,6 +120,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path.startswith("torchvision.datasets.") and _yields_tensors(interpreter):
         return KnownItems((KnownItems((Tensor(dtype="float32", node=node), UNKNOWN)),), repeated=True)
     copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
+    copied = copied.model if isinstance(copied, Managed) else copied
     if isinstance(copied, Model):
         return replace(copied, key=key_of(node), node=node)
     if path == objects.WITH_ADAPTERS and isinstance(model := arguments.get(0, "model"), Model):

@@ -14,7 +14,7 @@ from ampaudit.linter.flow.events import (
     UnknownEffect,
 )
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
-from ampaudit.linter.flow.objects import freeze
+from ampaudit.linter.flow.objects import cast_weights, freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
 from ampaudit.linter.flow.syntax import dotted_name, last_component, mentions, module_of
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
@@ -119,10 +119,13 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
         if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
             owner = interpreter.evaluate(target.value)
             call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
-        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+        if isinstance(target, ast.Attribute) and target.attr in ("requires_grad", "data"):
             owner = interpreter.evaluate(target.value)
             for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
-                freeze(interpreter, model, value)
+                if target.attr == "requires_grad":
+                    freeze(interpreter, model, value)
+                elif isinstance(value, Parameters) and value.dtype:
+                    cast_weights(interpreter, model, value.dtype, node)
         replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
         if replaces and not (isinstance(value, LiteralValue) and value.value is None):
             interpreter.record(UnknownEffect, target)
@@ -392,7 +395,9 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record(ScaleCompared, node)
-    is_mask = any(isinstance(value, Tensor) and value.node is not None for value in (left, *others))
+    operands = (left, *others)
+    is_mask = not any(isinstance(value, LiteralValue) for value in operands)
+    is_mask = is_mask or any(isinstance(value, Tensor) and value.node is not None for value in operands)
     return Tensor(dtype="integer", node=node) if is_mask else UNKNOWN
 
 

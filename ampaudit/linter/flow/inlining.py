@@ -94,7 +94,10 @@ def inline_call(
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
-    """Return the names that are passed unchanged, by parameter; empty for other expressions."""
+    """Return the names that are passed unchanged, by parameter; empty for other expressions.
+
+    A literal is left out: its parameter is a setting, which somebody may change in the call.
+    """
     if not isinstance(node, ast.Call):
         return {}
     arguments = info.node.args
@@ -102,7 +105,9 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
     names = names[1:] if owner is not None else names
     expressions = {k.arg: k.value for k in node.keywords if k.arg is not None}
     expressions |= dict(zip(names, node.args, strict=False))
-    return {name: dotted_name(value) for name, value in expressions.items()}
+    return {
+        name: dotted_name(value) for name, value in expressions.items() if not isinstance(value, ast.Constant)
+    }
 
 
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:

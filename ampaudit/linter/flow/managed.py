@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
@@ -100,6 +101,13 @@ def managed_method(
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
             interpreter.record(ManagedModel, node, base, key)
+        wrapped = [
+            replace(base, model=value if isinstance(value, Model) else None) for value in arguments.positional
+        ]
+        if wrapped and not any(isinstance(one, ast.Starred) for one in node.args):
+            return KnownItems(tuple(wrapped)) if len(wrapped) > 1 else wrapped[0]
+    elif name == "unwrap_model" and isinstance(inner := arguments.first, Managed):
+        return inner.model or base
     return base
 
 

@@ -132,6 +132,8 @@ def model_method(
         freeze(interpreter, model.key, arguments.get(0, "requires_grad"))
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
+    if name == "add_adapter" and state.known_at(HALF_WEIGHTS, model.key) is not None:
+        freeze(interpreter, model.key, None)  # diffusers and transformers cast adapters to the weights' dtype
     if model.instance is None and model.key.startswith("name ") and name not in _WITHOUT_FORWARD:
         model = guessed_model(interpreter, node, model, arguments, name)
     if _TRAINS.search(name) and method_of(model, name) is None:
@@ -154,8 +156,7 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         in_loop = any(guard.kind == "loop" for guard in interpreter.point.guards)
         halved = node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
-        interpreter.state.set_fact(HALF_WEIGHTS, node if dtype == "float16" else None, model.key)
-        interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if dtype == "bfloat16" else None, model.key)
+        cast_weights(interpreter, model.key, dtype, node)
         if model.origin == WITH_ADAPTERS:  # casts what is trained as well
             interpreter.state.set_fact(FROZEN, None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
@@ -166,6 +167,12 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     ):
         interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, None, model.key)
+
+
+def cast_weights(interpreter: Interpreter, model: str, dtype: str, node: ast.AST) -> None:
+    """Record that the weights of a model are cast to a dtype."""
+    for name, kind in CAST_BY_DTYPE.items():
+        interpreter.state.set_fact(kind, node if dtype == name else None, model)
 
 
 def with_adapters(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:

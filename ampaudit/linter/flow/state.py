@@ -348,6 +348,8 @@ def join_values(one: Value, other: Value) -> Value:
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
         return replace(one, class_name=agreement.get("class_name", ""), models=models)
+    if isinstance(one, Managed) and isinstance(other, Managed) and replace(one, model=other.model) == other:
+        return replace(one, model=None)
     for managed, plain in ((one, other), (other, one)):
         if isinstance(managed, Managed) and isinstance(plain, Optimizer | Unknown):  # prepared in one branch
             return replace(managed, scales=Certainty.UNKNOWN, divides=False)

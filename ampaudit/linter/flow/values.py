@@ -360,12 +360,14 @@ class Managed:
         scales: Certainty that it scales the loss.
         divides: Whether its backward divides the loss by the number of accumulated batches.
         weights_dtype: 16-bit dtype of the weights, if its configuration names it, and casts no inputs.
+        model: Model that it wraps, if it is one.
     """
 
     framework: Framework | None = None
     scales: Certainty = Certainty.UNKNOWN
     divides: bool = False
     weights_dtype: str = ""
+    model: Model | None = None
 
 
 Value: TypeAlias = (

@@ -10,6 +10,7 @@ from typing import Final
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
 from ampaudit.linter.flow.events import (
     AdaptersPrepared,
+    ModelCall,
     OptimizerMade,
     ScalerScale,
     ScalerStep,
@@ -156,6 +157,26 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
             "keep the weights in float32 and compute under autocast, or round stochastically",
             certainty=Certainty.LIKELY,
         )
+
+
+@rule("AMP876", ModelCall, of_dtypes=True)
+def _overflows(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
+    model, loading = event.model, event.model.node
+    dtype, cast = flow.state.weights_cast(model.key) or ("", None)
+    if dtype != "float16" and not event.autocast.computes_float16:
+        return
+    source = loading.args[0] if isinstance(loading, ast.Call) and loading.args else None
+    name = literal_of(flow.evaluate(source)) if isinstance(source, ast.Constant | ast.Name) else None
+    if isinstance(name, str) and "AutoencoderKL" in model.origin and _SDXL.search(name.lower()):
+        yield Mistake(
+            cast or event.node,
+            "this VAE overflows in float16: its activations exceed 65504, and what it returns is NaN",
+            "keep it in float32 or bfloat16, or load madebyollin/sdxl-vae-fp16-fix",
+            certainty=Certainty.LIKELY,
+        )
+
+
+_SDXL: Final = re.compile(r"(sdxl|stable-diffusion-xl)(?!.*fp16-fix)")
 
 
 @rule("AMP867", WeightsAveraged, of_dtypes=True)
