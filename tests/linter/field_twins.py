@@ -95,6 +95,21 @@ _CANVAS = script_of(
     "        with torch.autocast('cuda', dtype=torch.bfloat16):",
     "            loss = net(points, cells).mean()",
 )
+_POLICY = script_of(
+    "from policies import Actor",
+    "",
+    "",
+    "def update(loader):",
+    "    actor = Actor().cuda()",
+    "    opt = torch.optim.AdamW(actor.parameters(), lr=3e-4)",
+    "    for ids, before, advantage in loader:",
+    "        opt.zero_grad()",
+    "        with torch.autocast('cuda', dtype=torch.bfloat16):",
+    "            logits = actor(ids)",
+    "        after = F.log_softmax(<>, dim=-1)",
+    "        (-advantage * (after - before).exp()).mean().backward()",
+    "        opt.step()",
+)
 _DECODED = script_of(
     "from diffusers import AutoencoderKL",
     "",
@@ -306,6 +321,11 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _CLIPPED.replace("<>", "self.net.clip_grad_norm_(1.0)"),
     ),
     "AMP868 of log-probabilities": (PLAIN, _RATIO.replace("<>", "half()"), _RATIO.replace("<>", "float()")),
+    "AMP868 of an unknown model's logits": (
+        PLAIN,
+        _POLICY.replace("<>", "logits"),
+        _POLICY.replace("<>", "logits.float()"),
+    ),
     "AMP873": (PLAIN, _OVERLAP.replace("<>", "logits.sigmoid()"), _OVERLAP.replace("<>", "logits.float()")),
     "AMP874": (
         PLAIN,

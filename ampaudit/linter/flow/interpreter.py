@@ -389,6 +389,10 @@ class Interpreter:
         if isinstance(target, ast.Name):
             if value is UNKNOWN:
                 self.state.forget(target.id)
+            is_inside = "logits" in target.id and self.point.autocast.enabled is True
+            if is_inside and isinstance(value, Tensor) and not value.dtype:  # from a matrix product
+                value = value._replace(dtype=value.computed_under)
+                self.guesses = True
             self.state.bind(self.point.frame, target.id, value)
         elif isinstance(target, ast.Attribute):
             owner = self.evaluate(target.value)
