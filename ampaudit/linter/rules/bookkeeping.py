@@ -138,18 +138,20 @@ def _never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mist
 def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     of_script = {scaler.key for scaler in flow.scalers.values() if scaler.node is not None}
     saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
-    missing = of_script & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
+    steps = of_type(followed.events, ScalerStep)
+    missing = of_script & {e.scaler for e in steps} - saved
     # the name of an unknown scaler may be another one's
     if not _owns_scaler(flow, followed) or (saved and not (missing and saved <= of_script)):
         return
     resumes = bool(of_type(followed.events, OptimizerRestored))
     for events in followed.events_by_entry:
         for event in of_type(events, CheckpointSaved):
-            entries = event.entries
-            saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
-            if "optimizer" in saved_here and (resumes or saved):
+            states = [value for value in event.entries.items if isinstance(value, StateDict)]
+            optimizers = {state.key for state in states if state.kind == "optimizer"}
+            its_scalers = {e.scaler for e in steps if e.target is not None and e.target.key in optimizers}
+            if its_scalers & missing if saved else optimizers and resumes:
                 yield Mistake(
-                    _place_here(event, entries.node),
+                    _place_here(event, event.entries.node),
                     "the checkpoint contains the optimizer's state but not the scaler's: a resumed run "
                     "starts at a scale that overflows",
                     "save scaler.state_dict() as well",
