@@ -17,7 +17,15 @@ from torch._ops import OpOverload
 from ampaudit.bounds import elementwise, products, reductions, shapes
 from ampaudit.bounds.interval import Interval, between, from_tensor, hull, symmetric
 from ampaudit.bounds.shapes import without_visible_writes, written_memory
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, can_represent, format_of, stored, widened_once
+from ampaudit.bounds.stored import (
+    UNIT_ROUNDOFF,
+    any_value,
+    can_represent,
+    converted,
+    format_of,
+    stored,
+    widened_once,
+)
 from ampaudit.bounds.transfers import (
     TRANSFERS,
     VANISHING,
@@ -98,7 +106,11 @@ class _BoundPass:
             self._intervals[node] = any_value(shape, dtype)
         elif place.slot is Slot.INPUT:
             assumption = self._domain[node.name]
-            self._intervals[node] = stored(between(shape, assumption.low, assumption.high), dtype)
+            stated = between(shape, assumption.low, assumption.high)
+            # beyond its format, an input is infinite, which is the fault of the ops that read it
+            self._intervals[node] = (
+                converted(stated, torch.float64, dtype) if format_of(dtype) else stored(stated, dtype)
+            )
         else:
             tensor = self._traced.tensors[node.name].detach()
             self._weights.add_placeholder(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)

@@ -131,7 +131,7 @@ def multiply(call: OpCall) -> Interval:
         if (row := is_normalized(call.node, value, factor)) is not None:
             return row
     a, b = call.interval("self"), call.interval("other")
-    if any(isinstance(each, float) and not abs(each) < FLOAT32.overflow_at for each in (first, second)):
+    if not (a.bounded and b.bounded):
         return unbounded(call.shape)  # 0 * inf
     low, high = extremes(a, b.low, b.high)
     if first is second:

@@ -118,7 +118,7 @@ def product(call: OpCall) -> Interval:
     and the norm of a row no larger than that of V's longest row.
     """
     a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.arguments else "other")
-    if len(a.shape) < 2 or len(b.shape) < 2:
+    if len(a.shape) < 2 or len(b.shape) < 2 or not (a.bounded and b.bounded):
         return unbounded(call.shape)
     shape, inner, last = call.shape, a.shape[-1], len(b.shape) - 1
     by_norm = times(a.norm(-1), b.norm(-2))
@@ -246,10 +246,10 @@ def layer_norm(call: OpCall) -> Interval:
 @transfer("rms_norm")
 def rms_norm(call: OpCall) -> Interval:
     """Bound by |y_i| <= |y| <= sqrt(n) before the scale."""
-    call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
-    if (eps is not None and eps < FLOAT32.min_normal) or not size:  # a row of zeros is NaN
+    # a row of zeros is NaN without eps, as is one with an infinity
+    if (eps is not None and eps < FLOAT32.min_normal) or not size or not call.interval("input").bounded:
         return unbounded(call.shape)
     length = math.sqrt(size) * (1 + ELEMENTARY + summation_error(size + 4))
     return _affine(call, length, axes, length if axes == 1 else None)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from ampaudit.bounds import BoundTable, bound
 from ampaudit.bounds.analysis import assumptions
@@ -24,9 +24,11 @@ from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.trace import TraceConfig, TracedModel, trace
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.functional import overload_of
-from ampaudit.trace.values import fake_arguments
+from ampaudit.trace.graph import Slot
+from ampaudit.trace.values import fake_arguments, tensors_in
 from tests.support.soundness.check import check, contains
 from tests.support.soundness.inputs import extreme_values
 from tests.support.zoo import ZOO
@@ -70,6 +72,7 @@ CASES: dict[str, tuple[Function, tuple[int, ...]]] = {
     "addmm": (lambda m, x: torch.addmm(m.b, x[0], m.w.t()), ROWS),
     "matmul": (lambda m, x: torch.matmul(x, x.transpose(-1, -2)), ROWS),
     "matmul with a weight": (lambda m, x: x @ m.square, ROWS),
+    "zero times": (lambda m, x: (x * 0.0, torch.zeros(5, 5, dtype=x.dtype) @ x), ROWS),
     "mm": (lambda m, x: torch.mm(x[0], x[1].t()), ROWS),
     "bmm": (lambda m, x: torch.bmm(x, x.mT), ROWS),
     "attention": (
@@ -337,6 +340,40 @@ def test_what_a_run_computes_is_inside_for_any_domain(
     low, high = min(a, b), max(a, b) * grow if max(a, b) > 0 else max(a, b)
     table = table_of(traced, shape, low, high, how[1])
     check(traced, table, ([x] for x in extreme_values(shape, low, high, seed)))
+
+
+class Origins(fx.Interpreter):
+    """A run in the graph's dtypes that lists ops which make inf or NaN of inputs or of finite operands."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        super().__init__(fx.GraphModule({}, traced.graph))
+        self.broken: set[fx.Node] = set()
+        self.nodes: list[str] = []
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        floats = [each for each in tensors_in(result) if each.is_floating_point()]
+        if node.op == "call_function" and not all(bool(each.isfinite().all()) for each in floats):
+            if self.broken.isdisjoint(node.all_input_nodes):
+                self.nodes.append(node.name)
+            self.broken.add(node)
+        return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_breaks_on_an_input_beyond_the_format_is_not_proved(name: str) -> None:
+    """The conversion of an input is no site, so that the ops which read it are at fault."""
+    traced, shape = traced_case(name, "half", "float16")
+    table = table_of(traced, shape, -1e6, 1e6, "float16")
+    for values in extreme_values(shape, -1e6, 1e6, 7):
+        run = Origins(traced)
+        masters = attach_weights(traced).masters
+        places = [
+            (p, values if p.slot is Slot.INPUT else masters[p.node].detach()) for p in traced.placeholders
+        ]
+        run.run(*(v.to(p.dtype) if v.is_floating_point() else v.clone() for p, v in places))
+        sites = {traced.site_of_node[node].id for node in run.nodes if node in traced.site_of_node}
+        assert sites.isdisjoint(table.proved)
 
 
 def test_a_second_transfer_for_an_op_is_refused() -> None:
