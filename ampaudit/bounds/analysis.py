@@ -35,7 +35,7 @@ from ampaudit.bounds.transfers import (
     arguments_of,
 )
 from ampaudit.core.assumptions import Assumption, parse_assumption
-from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.errors import InputError, UsageError, did_you_mean
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
@@ -451,6 +451,7 @@ def assumptions(
 
     Raises:
         UsageError: An assumption is about an input that the model does not have.
+        InputError: An input without a stated range holds NaN or infinity.
     """
     places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
     ranges = {name: (low, high) for name, low, high in map(parse_assumption, stated)}
@@ -477,6 +478,9 @@ def _assumption_of(
         rows = min(int(table.args[0].meta["val"].shape[0]) for table in tables)
         return Assumption(place.name, 0.0, float(rows - 1), "embedding table")
     ends = [_range(tensor) for tensor in tensors if tensor.numel()]
+    if floating and not all(low <= high < math.inf for low, high in ends):
+        hint = f"clean the input, or state its range: --assume '{place.name}=LOW:HIGH'"
+        raise InputError(f"{place.name} holds NaN or infinity", hint=hint)
     low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=0.0)
     return Assumption(place.name, low, high, "batches")
 

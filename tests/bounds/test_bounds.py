@@ -19,7 +19,7 @@ from ampaudit.bounds.analysis import assumptions
 from ampaudit.bounds.interval import from_tensor
 from ampaudit.bounds.transfers import TRANSFERS, DuplicateTransfer, transfer
 from ampaudit.core.assumptions import parse_assumption
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.run.low_precision import differs_from_one_rounding
@@ -374,6 +374,17 @@ def test_what_breaks_on_an_input_beyond_the_format_is_not_proved(name: str) -> N
         run.run(*(v.to(p.dtype) if v.is_floating_point() else v.clone() for p, v in places))
         sites = {traced.site_of_node[node].id for node in run.nodes if node in traced.site_of_node}
         assert sites.isdisjoint(table.proved)
+
+
+def test_inputs_without_a_stated_range_are_finite() -> None:
+    traced, shape = traced_case("linear", "half", "float16")
+    for value in (torch.nan, torch.inf):
+        batch = torch.zeros(shape)
+        batch.flatten()[-1] = value
+        with pytest.raises(InputError, match=r"input\[0\] holds NaN or infinity"):
+            assumptions(traced, [[torch.zeros(shape)], [batch]], [])
+        (stated,) = assumptions(traced, [[batch]], ["input=-1:1"]).values()
+        assert (stated.low, stated.high) == (-1.0, 1.0)
 
 
 def test_a_second_transfer_for_an_op_is_refused() -> None:
