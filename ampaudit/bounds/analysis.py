@@ -209,7 +209,7 @@ class _BoundPass:
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             self._failed[f"{op}: {error}"] = None
             return self._uncovered_op(str(op), value)
-        if call.unread:
+        if call.unread and any(each.bounded for each in (result if isinstance(result, list) else [result])):
             return self._uncovered_op(f"{op} with {', '.join(call.unread)}", value)
         if not _fits(result, shapes, several=isinstance(value, list | tuple)):
             self._failed[f"{op}: an interval does not fit the value"] = None

@@ -387,6 +387,14 @@ def test_inputs_without_a_stated_range_are_finite() -> None:
         assert (stated.low, stated.high) == (-1.0, 1.0)
 
 
+def test_an_op_whose_operand_is_unbounded_is_covered() -> None:
+    """Only an op or argument that no transfer function handles is listed as uncovered."""
+    traced, shape = traced_case("linear of a norm", "half", "float16")
+    table = table_of(traced, shape, -1e6, 1e6, "float16")
+    assert math.inf in [each.peak for each in table.bounds.values()]
+    assert not table.uncovered
+
+
 def test_a_second_transfer_for_an_op_is_refused() -> None:
     with pytest.raises(DuplicateTransfer):
         transfer("add.Tensor")(lambda call: call.interval("self"))
