@@ -245,6 +245,8 @@ def cast(call: OpCall) -> Interval:
     source = call.arg("self")
     x: Interval = call.intervals[source]
     dtype = call.node.meta["val"].dtype
+    if dtype.is_complex:
+        return unbounded(call.shape)
     if dtype.is_floating_point or not source.meta["val"].is_floating_point():
         return x
     if dtype is torch.bool:

@@ -508,6 +508,9 @@ EDGES: dict[str, tuple[Function, torch.Tensor, str, str]] = {
     "a cast to float8": (
         lambda m, x: x.to(torch.float8_e5m2).float() * 1.0, torch.tensor([430.0, 1.9]), "half", "float16",
     ),
+    "a cast to complex numbers of 16 bits": (
+        lambda m, x: x.chalf(), torch.full((4,), 1e5), "torch-cuda", "bfloat16",
+    ),
     "an eps that is zero in float32": (
         lambda m, x: F.rms_norm(x, (4,), eps=1e-50), torch.zeros(2, 4), "half", "float16",
     ),
