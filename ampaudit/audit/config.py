@@ -64,19 +64,21 @@ _TAKES_AWAY = {
     "steps": Need.ONE_STEP,
     "sweep": Need.ONE_SIZE,
     "memory": Need.WHOLE_MODEL,
+    "contract": Need.DEFAULT_CONTRACT,
     **{each.name: each.takes_away for each in instruments() if each.takes_away is not None},
 }
 _NEEDS: Mapping[str, Collection[Need]] = {
-    "static": {Need.LOW_PRECISION},
-    "assume": {Need.ONE_STEP},
-    "prove": {Need.LOW_PRECISION, Need.ONE_STEP},
+    "static": {Need.LOW_PRECISION, Need.DEFAULT_CONTRACT},
+    "assume": {Need.ONE_STEP, Need.DEFAULT_CONTRACT},
+    "prove": {Need.LOW_PRECISION, Need.ONE_STEP, Need.DEFAULT_CONTRACT},
     "contract": {Need.LOW_PRECISION, Need.FORWARD_ONLY},
     "memory": {Need.RUN, Need.FORWARD_ONLY, Need.ONE_STEP},
     "sweep": RUNS,
     "steps": RUNS | {Need.FORWARD_ONLY},
     "advise": RUNS | {Need.FORWARD_ONLY},
     "diff": RUNS | {Need.FORWARD_ONLY},
-    "stress": RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.OWN_REFERENCE},
+    "stress": RUNS
+    | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.OWN_REFERENCE, Need.DEFAULT_CONTRACT},
     **{instrument.name: instrument.needs for instrument in instruments()},
 }
 

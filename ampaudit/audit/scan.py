@@ -217,7 +217,7 @@ def _configured(
         source = measuring(instrument).prepared(source, config)
     common = replace(common, memory=_memory(source, device, config, session.share or ALONE))
     contract = parse_contract(config.contract)
-    if contract.words and not config.static:
+    if contract.words:
         common = replace(common, backend=ContractBackend(contract))
     run_configs = []
     for rules in rule_sets:
@@ -264,7 +264,7 @@ def _report(
 
         table = prove(audit, source.batches, run_config, config)
     context = context_of(audit, form, config, table)
-    if table is not None and not config.static and usual is None:
+    if table is not None and not config.static:
         compare_with_run(context, source.batches)
     findings = run_checks(context, checks_for(config))
     hiding = (*map(option, config.ignore), *comments_in(() if source.names_files else context.sites))

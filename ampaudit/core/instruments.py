@@ -31,6 +31,7 @@ class Need(Enum):
     ONE_SIZE = "one size of the inputs"
     WHOLE_MODEL = "the whole model at once"
     OWN_REFERENCE = "the model's own FP32 as its reference"
+    DEFAULT_CONTRACT = "the default execution contract"
 
 
 RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
