@@ -92,7 +92,7 @@ def subtract(call: OpCall) -> Interval:
     """Bound ``self - alpha * other``, which is at most 0 if other is self's maximum."""
     result = _weighted_sum(call, "self", "other", -1)
     if call.number("alpha") == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
-        result = replace(result, high=result.high.clamp(max=0.0))
+        result = replace(result, low=result.low.clamp(max=0.0), high=result.high.clamp(max=0.0))
     return result
 
 
