@@ -191,7 +191,8 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
     assume: Annotated[
         Texts,
         Option(
-            "Range of an input for proofs; 'input' names all inputs (repeatable).", metavar="INPUT=LOW:HIGH"
+            "Range of an input for proofs; 'input' names all floating-point inputs (repeatable).",
+            metavar="INPUT=LOW:HIGH",
         ),
     ] = ()
     ignore: Ignored = ()
