@@ -163,8 +163,7 @@ def stressed(
         on_progress(f"stressing {site.id}", number, len(targets))
         tensors, peak = search.ascend(site.id, start, config.stress, config.seed + number)
         observed_peak = context.observed(site.id).ref_peak
-        over = peak >= context.number_format.overflow_at
-        broken = over and _breaks(source, run_config, with_tensors(batch, tensors), site)
+        broken = _breaks(source, run_config, with_tensors(batch, tensors), site)
         saved = None
         if broken:
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)

@@ -53,6 +53,14 @@ def test_an_input_that_overflows_is_found_saved_and_overflows_again(model_file, 
     assert "overflow-_top_mul.safetensors" in broken[0].file
 
 
+def test_an_op_that_breaks_where_fp32_is_small_is_found(tmp_path: Path) -> None:
+    """An input of a million is infinite in float16, and a norm makes NaN of it."""
+    options = {"policy": "half", "assume": ["input=-1e6:1e6"], "stress": 6, "stress_dir": str(tmp_path)}
+    (norm,) = scan(nn.LayerNorm(8).eval(), torch.linspace(0, 1, 8)[None], **options).stressed
+    assert norm.reached < 8
+    assert norm.overflows
+
+
 def test_a_search_without_a_site_says_so(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()).eval()
     report = scan(model, torch.ones(2, 4), policy="half", assume=["input=-1:1"], prove=True, stress=5)
