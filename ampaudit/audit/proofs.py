@@ -72,8 +72,8 @@ def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:
     return [tensor_leaves(batch.args, batch.kwargs) for batch in alike]
 
 
-def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
-    """Compare each bound with the run, if the batches satisfy the proofs' assumptions.
+def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> tuple[str, ...]:
+    """Compare each bound with the run, or return a note if batches leave the ranges that proofs assume.
 
     Sites after the first broken one, or weight, are left out: proofs do not cover values after an overflow.
 
@@ -83,7 +83,7 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     table = context.bounds
     assert table is not None
     if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.traces):
-        return
+        return ("the run checks no proof: its inputs are not all within the assumed ranges",)
     for site in context.sites:
         if context.from_weight(site) is not None:  # the run repairs it
             break
@@ -95,6 +95,7 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
                 raise _broken(site, proof, stats)
         if site.id in context.origins:
             break
+    return ()
 
 
 def _broken(site: Site, proof: Bound, stats: Observation) -> ProofBroken:

@@ -264,8 +264,7 @@ def _report(
 
         table = prove(audit, source.batches, run_config, config)
     context = context_of(audit, form, config, table)
-    if table is not None and not config.static:
-        compare_with_run(context, source.batches)
+    outside = compare_with_run(context, source.batches) if table is not None and not config.static else ()
     findings = run_checks(context, checks_for(config))
     hiding = (*map(option, config.ignore), *comments_in(() if source.names_files else context.sites))
     findings, combined = suppressed(findings, hiding), None
@@ -302,7 +301,7 @@ def _report(
         report = measuring(instrument).reported(instrument, report, source, audit, context)
     return replace(
         report,
-        notes=(*source.notes, *report.notes, *(idle if stress and not searched else ())),
+        notes=(*source.notes, *report.notes, *outside, *(idle if stress and not searched else ())),
         combined=combined,
         advised=advising,
         stressed=searched,

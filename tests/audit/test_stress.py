@@ -69,6 +69,13 @@ def test_a_search_without_a_site_says_so(tmp_path: Path) -> None:
     assert [note for note in report.notes if note.startswith("--stress searched nothing")]
 
 
+@pytest.mark.parametrize(("assumed", "count"), [("input=-1:1", 1), ("input=-1:60000", 0)])
+def test_a_report_says_if_its_inputs_are_outside_the_assumed_ranges(assumed: str, count: int) -> None:
+    model = nn.Linear(4, 4).eval()
+    report = scan(model, torch.full((2, 4), 6e4), policy="half", assume=[assumed], prove=True)
+    assert [note.partition(":")[0] for note in report.notes].count("the run checks no proof") == count
+
+
 class Bags(nn.Module):
     """Takes offsets, which have to begin at 0."""
 
