@@ -20,6 +20,7 @@ from ampaudit.bounds import Bound, BoundTable, bound
 from ampaudit.bounds.analysis import assumptions, contains
 from ampaudit.bounds.stored import format_of
 from ampaudit.core import __version__
+from ampaudit.core.assumptions import Assumption, parse_assumption
 from ampaudit.core.errors import AuditError, InputError, ProofBroken
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
@@ -56,11 +57,26 @@ def prove(audit: Audit, batches: Sequence[Batch], run_config: RunConfig, config:
         UsageError: An assumption names an input that the model does not have.
     """
     started = time.perf_counter()
-    tables = []
-    for converted in audit.graphs:
-        traced = converted.traced
-        domain = assumptions(traced, _inputs(traced, batches), config.assume)
-        tables.append(bound(traced, domain, run_config.number_format))
+    graphs = [converted.traced for converted in audit.graphs]
+    names = [{p.name for p in traced.placeholders if p.slot is Slot.INPUT} for traced in graphs]
+    stated = {text: parse_assumption(text)[0] for text in config.assume}
+    known = frozenset().union(*names)
+    domains = [
+        assumptions(
+            traced,
+            _inputs(traced, batches),
+            [text for text, name in stated.items() if name in mine or name not in known],
+        )
+        for traced, mine in zip(graphs, names, strict=True)
+    ]
+    common: dict[str, Assumption] = {}  # a range by name, which is the same in all graphs
+    for each in (assumption for domain in domains for assumption in domain.values()):
+        first = common.get(each.name, each)
+        common[each.name] = replace(first, low=min(first.low, each.low), high=max(first.high, each.high))
+    tables = [
+        bound(traced, {node: common[each.name] for node, each in domain.items()}, run_config.number_format)
+        for traced, domain in zip(graphs, domains, strict=True)
+    ]
     audit.record.seconds["prove"] = time.perf_counter() - started
     return functools.reduce(BoundTable.joined, tables)
 

@@ -342,7 +342,8 @@ class BoundTable:
         for site, site_bound in other.bounds.items():
             bounds[site] = bounds[site].joined(site_bound) if site in bounds else site_bound
         uncovered = tuple(sorted({*self.uncovered, *other.uncovered}))
-        return BoundTable(bounds, self.intervals, self.assumed, uncovered, (*self.failed, *other.failed))
+        assumed = tuple(dict.fromkeys((*self.assumed, *other.assumed)))
+        return BoundTable(bounds, self.intervals, assumed, uncovered, (*self.failed, *other.failed))
 
     @property
     def proved(self) -> frozenset[SiteId]:

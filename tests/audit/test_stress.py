@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.core.errors import InputError, WeightsError
+from ampaudit.core.errors import InputError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.source.open import open_source
@@ -74,6 +74,22 @@ def test_a_report_says_if_its_inputs_are_outside_the_assumed_ranges(assumed: str
     model = nn.Linear(4, 4).eval()
     report = scan(model, torch.full((2, 4), 6e4), policy="half", assume=[assumed], prove=True)
     assert [note.partition(":")[0] for note in report.notes].count("the run checks no proof") == count
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x * 2 if mask is None else x * 2 * mask
+
+
+def test_calls_with_other_inputs_share_the_ranges_of_a_proof() -> None:
+    """The first call has no mask, and the second larger values."""
+    calls = [{"x": torch.ones(3)}, {"x": torch.full((3,), 4.0), "mask": torch.full((3,), 7.0)}]
+    report = scan(Masked(), batches=calls, policy="half", prove=True, assume=["mask=0:9"])
+    assert report.proofs is not None
+    assert {a.name: (a.low, a.high) for a in report.proofs.assumed} == {"x": (1, 4), "mask": (0, 9)}
+    assert not report.notes
+    with pytest.raises(UsageError, match="--assume maks"):
+        scan(Masked(), batches=calls, policy="half", prove=True, assume=["maks=0:9"])
 
 
 class Bags(nn.Module):
