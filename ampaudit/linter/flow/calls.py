@@ -145,7 +145,7 @@ def _call_torch(
     is_class = name[:1].isupper()
     if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
         interpreter.record(HalfLayer, node)
-    if path == "torch.einsum" and not _sums(arguments.get(0, "equation")):
+    if path == "torch.outer" or (path == "torch.einsum" and not _sums(arguments.get(0, "equation"))):
         return tensors.outer_product(interpreter, node, arguments.all())
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
@@ -498,7 +498,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if method is not None:
         return method(interpreter, node, base, name, arguments)
     if name in ("parameters", "named_parameters") and not isinstance(base, DictLiteral):
-        return Parameters(None)
+        return Parameters(_owners(interpreter, node.func))
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
@@ -520,6 +520,15 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
+
+
+def _owners(interpreter: Interpreter, part: ast.expr) -> frozenset[str] | None:
+    """Return the model of which an expression names a part, as in ``model.layers[0]``."""
+    while isinstance(part, ast.Attribute | ast.Subscript):
+        part = part.value
+        if isinstance(owner := interpreter.evaluate(part), Model):
+            return frozenset({owner.key})
+    return None
 
 
 _METHODS: Final[dict[type, Callable[[Interpreter, ast.Call, Any, str, Arguments], Value]]] = {
