@@ -194,14 +194,18 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
         name = name_of(context, start, False)
         yield _vanishing(context, record, suits, context.site[start], record.sites[start], name, others)
     for name, stats in record.parameters.items():  # those stored in 16 bits
-        user = next((site for site in context.graph_sites if _uses(context, site, name)), None)
-        if vanishes(stats) and user is not None and user.id not in starts:
+        user = _user(context, name) if vanishes(stats) else None
+        if user is not None and user.id not in starts:
             yield _vanishing(context, record, suits, user, stats, name, ())
 
 
-def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
-    places = map(context.flow.placeholder, context.flow.node(site).all_input_nodes)
-    return any(place is not None and place.name == parameter for place in places)
+def _user(context: CheckContext, parameter: str) -> Site | None:
+    """Return the first op that reads a parameter: a cast, or what computes with it as it is stored."""
+    for site in context.graph_sites:
+        places = map(context.flow.placeholder, context.flow.node(site).all_input_nodes)
+        if any(place is not None and place.name == parameter for place in places):
+            return site
+    return None
 
 
 def _vanishing(
@@ -258,17 +262,17 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
         return
     if any(vanishes(gradient.stats) for gradient in named_gradients(context)):
         return
-    inaccurate = [
-        (stats.values.sqnr_db, site, stats)
-        for site in context.graph_sites
-        if site.role is Role.WEIGHT_CAST and (stats := record.sites.get(site.id)) is not None
-        if not stats.cancelled and stats.values.ref_peak and stats.values.sqnr_db is not None
-    ]
     required = context.config.min_sqnr
-    for sqnr, site, stats in sorted(inaccurate, key=lambda item: item[0])[:_LISTED]:
-        if sqnr >= required:
-            break
-        name = name_of(context, site.id, False)
+    inaccurate = [
+        (sqnr, name, stats)
+        for name, stats in record.parameters.items()
+        if not stats.cancelled and stats.values.ref_peak
+        if (sqnr := stats.values.sqnr_db) is not None and sqnr < required
+    ]
+    for sqnr, name, stats in sorted(inaccurate, key=lambda item: item[0])[:_LISTED]:
+        site = _user(context, name)
+        if site is None:
+            continue
         cause = f"the gradient of {name} has {sqnr:.0f} dB against FP32; {required:.0f} dB are required"
         advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
         yield gradient_finding(context, site, "AMP704", stats, cause, advice, name=name)

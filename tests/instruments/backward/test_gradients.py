@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -564,6 +565,43 @@ def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> No
     refused = cli("scan", path, "--backward", "--advise")
     assert refused.returncode == 2
     assert "--backward cannot be combined with --advise" in refused.stderr
+
+
+class Differs(nn.Module):
+    """A difference of large products: in 16 bits, values behind it and gradients before it are inaccurate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.inner, self.head = nn.LayerNorm(16), nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.inner(self.norm(x))
+        return {"output": self.head(hidden * 1001.3 - hidden * 1000.0)}
+
+
+@pytest.mark.parametrize("policy", ["half", "apex-o2", "torch-cpu"])
+def test_an_inaccurate_gradient_is_reported_wherever_its_parameter_is_stored(policy: str) -> None:
+    """The oracle is a real backward pass in 16 bits, of a half-precision module or under autocast."""
+    model, x, scale = Differs(), torch.randn(32, 16, generator=torch.Generator().manual_seed(1)), 256.0
+    exact, real = copy.deepcopy(model), copy.deepcopy(model)
+    weighted(exact(x)).backward()
+    if policy == "torch-cpu":
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = weighted(real(x))
+    else:
+        loss = weighted(real.half()(x.half()))
+    (loss * scale).backward()
+    accuracy = {}
+    for (name, wide), low in zip(exact.named_parameters(), real.parameters(), strict=True):
+        assert wide.grad is not None
+        assert low.grad is not None
+        error = low.grad.double() / scale - wide.grad
+        accuracy[name] = float(20 * torch.log10(wide.grad.norm() / error.norm()))
+    inaccurate = {f"gradient of {name}" for name, db in accuracy.items() if db < 20.0}
+    assert len(inaccurate) == 5  # of all but the last bias
+    report = ampaudit.scan(model, x, policy=policy, backward=True, loss=weighted, loss_scale=scale)
+    assert {f.evidence.about for f in report.findings if f.code == "AMP704"} == inaccurate
 
 
 @pytest.mark.gpu
