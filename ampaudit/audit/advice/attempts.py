@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.checks import CheckContext, Finding, Severity, run_checks
 from ampaudit.audit.checks.interface import context_of
-from ampaudit.audit.checks.model_code import refused_sites
+from ampaudit.audit.checks.model_code import mixed_after
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.instruments import checks_for
@@ -65,7 +65,10 @@ class Attempts:
 
     def judge(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
         """Judge a run by its errors and outputs."""
-        errors = errors_of(suppressed(run_checks(after, checks_for(self.config)), self.hiding))
+        findings = run_checks(after, checks_for(self.config))
+        found = {f.site for f in findings if f.severity is Severity.ERROR}
+        mixed = (f for f in mixed_after(self.subject.context, after) if f.site not in found)
+        errors = errors_of(suppressed((*findings, *mixed), self.hiding))
         required, record = self.config.min_sqnr, after.record
         # if errors remain, the 16-bit outputs cannot show whether the function is preserved: FP32 can
         keeps = bool(errors) or worst_db(record.outputs) >= required
@@ -91,8 +94,7 @@ class Attempts:
             (audit,) = run_audits(model, self.source.batches, [changed], silent)
         except AuditError:
             return None
-        after = context_of(audit, form, self.config.changed(prove=False, static=False))
-        return after if refused_sites(after) <= refused_sites(self.subject.context) else None
+        return context_of(audit, form, self.config.changed(prove=False, static=False))
 
 
 def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -16,7 +16,7 @@ from ampaudit.findings.pages import page_of
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.trace import Role, Site
-from ampaudit.trace.caster import TWIN
+from ampaudit.trace.caster import MIXED_DTYPES, TWIN
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
@@ -122,7 +122,10 @@ def border(subject: AdviceContext, exempt: Set[SiteId]) -> tuple[SiteId, ...]:
             if site is not None and (site.id in exempt or (site.twin and site.twin.site in exempt)):
                 wide.add(node)
             elif not wide.isdisjoint(node.all_input_nodes) and not _stays(flow, node, site, wide):
-                if site is None or site.role is Role.VIEW or _promotes(node, wide):
+                # a refused op is traced as if its inputs were promoted
+                if site is not None and site.decision.reason == MIXED_DTYPES:
+                    edge.add(site.id)
+                elif site is None or site.role is Role.VIEW or _promotes(node, wide):
                     wide.add(node)
                 elif site.facts is not None:
                     edge.add(site.id)
@@ -133,7 +136,8 @@ def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> 
     """Return whether an op keeps its dtype although one of its inputs is now float32."""
     if site is None:
         return False
-    converts = site.role.converts or site.decision.cast is Cast.FLOAT32
+    kept = site.decision.cast is Cast.FLOAT32 and site.decision.reason != MIXED_DTYPES
+    converts = site.role.converts or kept
     return converts or (flow.writes(site) and node.args[0] not in wide)
 
 

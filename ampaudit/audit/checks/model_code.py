@@ -27,6 +27,7 @@ from ampaudit.run.record import OutputDifference, ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import MIXED_DTYPES, TOO_LARGE
 from ampaudit.trace.converted import CodeDifference
+from ampaudit.trace.flow import Flow
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.reads import ReadKind
@@ -266,21 +267,24 @@ def find_mixed_dtypes(context: CheckContext) -> Iterator[Finding]:
     """
     if _mixed_by_policy(context):
         return
-    refuses, reported = refused_sites(context), set[SiteId]()
-    for traced in context.flow.traces:
-        promoted: set[fx.Node] = set()
-        for node in traced.graph.nodes:
-            site = context.flow.site(node)
-            refused = site is not None and site.id in refuses
-            follows = not promoted.isdisjoint(node.all_input_nodes)
-            if refused or (follows and (site is None or site.role is not Role.CAST)):
-                promoted.add(node)
-            if site is not None and refused and not follows and site.id not in reported:
-                reported.add(site.id)
-                site = context.site[site.id]
-                if site.decision.reason == MIXED_DTYPES:
-                    cause = f"{site.decision.why}; the audit continued as if they were promoted"
-                    yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
+    for site_id in first_refused(context.flow):
+        if context.site[site_id].decision.reason == MIXED_DTYPES:
+            yield _mixed_dtypes(context, site_id)
+
+
+def mixed_after(before: CheckContext, after: CheckContext) -> tuple[Finding, ...]:
+    """Return findings on all ops that raise about dtypes after a change of the policy.
+
+    Unlike for ``find_mixed_dtypes``, only the policy before the change excuses them.
+    """
+    known = {site.id for site in before.graph_sites if _refused(site)} if _mixed_by_policy(before) else ()
+    return tuple(_mixed_dtypes(after, site) for site in first_refused(after.flow) if site not in known)
+
+
+def _mixed_dtypes(context: CheckContext, site_id: SiteId) -> Finding:
+    site = context.site[site_id]
+    cause = f"{site.decision.why.rstrip('.')}; the audit continued as if they were promoted"
+    return finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
 
 def find_mixed_numbers(context: CheckContext) -> Iterator[Finding]:
@@ -291,10 +295,23 @@ def find_mixed_numbers(context: CheckContext) -> Iterator[Finding]:
             yield finding_at(context, site, "AMP308", cause, _FILL, confidence="rule")
 
 
-def refused_sites(context: CheckContext) -> frozenset[SiteId]:
-    """Return all sites whose kernel rejects their dtypes, whatever mixed them, or a number in them."""
-    refused = (MIXED_DTYPES, TOO_LARGE)
-    return frozenset(site.id for site in context.graph_sites if site.decision.reason in refused)
+def first_refused(flow: Flow) -> tuple[SiteId, ...]:
+    """Return the sites that are refused, without those that only follow from another."""
+    first: dict[SiteId, None] = {}
+    for traced in flow.traces:
+        promoted: set[fx.Node] = set()
+        for node in traced.graph.nodes:
+            site = flow.site(node)
+            follows = not promoted.isdisjoint(node.all_input_nodes)
+            if _refused(site) or (follows and (site is None or site.role is not Role.CAST)):
+                promoted.add(node)
+            if site is not None and _refused(site) and not follows:
+                first[site.id] = None
+    return tuple(first)
+
+
+def _refused(site: Site | None) -> bool:
+    return site is not None and site.decision.reason in (MIXED_DTYPES, TOO_LARGE)
 
 
 def _mixed_by_policy(context: CheckContext) -> bool:
