@@ -24,7 +24,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import structural_copy
 
 _PLANS = "torch.distributed.tensor"  # the package whose hooks redistribute inputs and outputs of layers
-_OWN_CODE = "use ampaudit.prepare(..., how='autocast')"
+OWN_CODE = "use ampaudit.prepare(..., how='autocast')"
 Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
@@ -120,7 +120,7 @@ def is_spread(model: nn.Module) -> bool:
         if fsdp_kind(module) is not None:
             raise UsageError(
                 f"layer {describe(name)} is sharded by itself, but a graph runs the model as a whole",
-                hint=f"shard only the whole: fully_shard(prepared.model); or {_OWN_CODE}",
+                hint=f"shard only the whole: fully_shard(prepared.model); or {OWN_CODE}",
             )
     return True
 
@@ -147,13 +147,13 @@ def on_shards(run: Executable, values: Sequence[torch.Tensor]) -> tuple[Any, ...
     if not meshes:
         return run(values)
     if len(meshes) > 1:
-        raise UsageError("parameters are spread over different meshes", hint=_OWN_CODE)
+        raise UsageError("parameters are spread over different meshes", hint=OWN_CODE)
     try:
         outputs = run([_placed(value, meshes[0]) for value in values])
     except (NotImplementedError, RuntimeError) as error:
         if not any(word in str(error) for word in ("sharding", "Sharding", "DTensor")):
             raise
-        raise RunFailed(f"no rule for sharded parameters: {first_line(error)}", hint=_OWN_CODE) from error
+        raise RunFailed(f"no rule for sharded parameters: {first_line(error)}", hint=OWN_CODE) from error
     return tuple(o.full_tensor() if isinstance(o, DTensor) else o for o in outputs)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import TraceFailed, UsageError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import silent
 from ampaudit.core.sites import SiteId
@@ -32,6 +32,7 @@ from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, node_dtype, torch_dtype, widened
 from ampaudit.training.model_proxy import (
+    OWN_CODE,
     Executable,
     ModelProxy,
     by_parts,
@@ -114,7 +115,11 @@ class MixedModule(ModelProxy):
         compiled = self._ampaudit_compiled.find(key)
         if compiled is None:
             state = PythonState(self.original)
-            compiled = self._compile(args, kwargs)
+            try:
+                compiled = self._compile(args, kwargs)
+            except TraceFailed as error:
+                error.hint = f"rewrite that line, or {OWN_CODE}, which runs the model's own code"
+                raise
             if not compiled.traced.random_constants:
                 self._ampaudit_compiled.keep(key, state, compiled)
             self._warn(compiled.traced)
@@ -150,13 +155,13 @@ class MixedModule(ModelProxy):
         if traced.changes and model is not self.original:
             raise UsageError(
                 f"forward changes {traced.changes[0].name}, and parameters are spread over processes",
-                hint="use ampaudit.prepare(..., how='autocast')",
+                hint=OWN_CODE,
             )
         functions = [name for name in traced.custom_functions if name != CHECKPOINT]
         if functions:
             raise UsageError(
                 f"the model defines its own backward ({', '.join(functions)}), which a graph cannot contain",
-                hint="use ampaudit.prepare(..., how='autocast')",
+                hint=OWN_CODE,
             )
         if traced.structure is None or traced.structure.has_objects:
             raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.core.errors import PolicyError, UsageError
+from ampaudit.core.errors import PolicyError, TraceFailed, UsageError
 from benchmarks.casts import Casts
 from tests.support import zoo
 from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
@@ -255,6 +255,27 @@ def test_code_with_its_own_way_back_is_refused_or_run_as_it_is() -> None:
     assert model.first.weight.grad.abs().max() > 0
     with pytest.raises(UsageError, match="which is policy 'torch-cpu', not 'apex-o1'"):
         ampaudit.prepare(model, optimizer, policy="apex-o1", how="autocast")
+
+
+class Deciding(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize("policy", ["torch-cpu", "ampaudit"])
+def test_code_that_depends_on_values_is_refused_with_a_way_to_train_it(policy: str) -> None:
+    model, x = Deciding(), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TraceFailed, match="depends on the values") as caught:
+        ampaudit.prepare(model, optimizer, policy=policy).model(x)
+    assert "prepare(..., how='autocast')" in caught.value.hint
+    prepared = ampaudit.prepare(model, optimizer, policy="torch-cpu", dtype="bfloat16", how="autocast")
+    loss = classes(prepared.model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+    assert torch.equal(loss, classes(output.float()))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(
