@@ -100,11 +100,14 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
     else:
         loss = _own_loss(output)
         what = "there is no loss(output), and the model returns"
-    hint = "return one floating-point number, such as F.cross_entropy(output, batch['labels'])"
+    hint = (
+        "return a tensor with one number, such as F.cross_entropy(output, batch['labels']), not its .item()"
+    )
     if function is None:
         hint = "define loss(output) or loss(output, batch), which returns one number, or pass loss="
     if not isinstance(loss, torch.Tensor):
-        raise InputError(f"{what} {type(loss).__name__}", hint=hint)
+        kind = "float" if isinstance(loss, torch.SymFloat) else type(loss).__name__
+        raise InputError(f"{what} {kind}", hint=hint)
     if loss.numel() != 1 or not loss.is_floating_point():
         shape = "x".join(map(str, loss.shape)) or "a scalar"
         raise InputError(f"{what} {shape} of {dtype_name(loss.dtype)}", hint=hint)

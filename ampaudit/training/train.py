@@ -372,7 +372,10 @@ def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimiz
             f"optimizer(params) returned {type(optimizer).__name__}", hint="return a torch optimizer"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS calls the model itself, and torch's GradScaler cannot scale that")
+        raise UsageError(
+            "LBFGS calls the model itself, and torch's GradScaler cannot scale that",
+            hint="return another optimizer, such as torch.optim.AdamW(params)",
+        )
     return optimizer
 
 

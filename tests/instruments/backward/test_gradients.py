@@ -427,6 +427,8 @@ def test_what_cannot_be_differentiated_is_refused_in_one_line() -> None:
         losses_with(loss=lambda y: y.float())
     with pytest.raises(InputError, match="returned float"):
         losses_with(loss=lambda y: 1.0)
+    with pytest.raises(InputError, match=r"returned float\n.* return a tensor .* not its \.item"):
+        losses_with(loss=lambda y: y.mean().item())
     with pytest.raises(ReferenceBroken, match="FP32 model itself gives NaN"):
         losses_with(loss=lambda y: (y - 1e9).sqrt().mean())
     with pytest.raises(ReferenceBroken, match="FP32 gradient itself"):
