@@ -200,7 +200,7 @@ def alert_of(
         rank: Lowest rank of a severity that fails.
         unnamed: Name of the layer if the finding has none.
         call: Which call of the op on its line is meant; empty if there is only one.
-        advised: Whether changes were tried for the findings of the report.
+        advised: Whether changes were tried for the findings of the report, or cannot be.
     """
     source = finding.source
     return Alert(

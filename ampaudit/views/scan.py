@@ -129,7 +129,8 @@ class ScanView(View[Report]):
                     f.layer or TOP,
                     0 if (f.code, f.site) in failing else rank,
                     call=calls.get(f.site, ""),
-                    advised=report.advised,
+                    # --advise cannot be combined with --backward, and without that there is no loss
+                    advised=report.advised or report.backward is not None,
                 )
                 for f in report.findings
             ),

@@ -441,6 +441,13 @@ def test_what_cannot_be_differentiated_is_refused_in_one_line() -> None:
         ampaudit.scan(Stack().requires_grad_(False), rows(), backward=True, loss=classes)
 
 
+def test_advice_that_cannot_be_tried_is_not_announced() -> None:
+    """Without ``--backward``, with which ``--advise`` cannot be combined, there is no loss."""
+    report = ampaudit.scan(Stack(), rows(), policy="half", backward=True, loss=lambda y: (y * 1e6).sum())
+    assert ("AMP101", "error", "loss") in {(f.code, f.severity, f.layer) for f in report.findings}
+    assert "--advise tries" not in str(report)
+
+
 def test_frozen_and_unused_parameters_are_named() -> None:
     model = Stack(nn.Linear(WIDTH, WIDTH))
     model.first.requires_grad_(False)
