@@ -66,8 +66,8 @@ class Attempts:
     def judge(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
         """Judge a run by its errors and outputs."""
         findings = run_checks(after, checks_for(self.config))
-        found = {f.site for f in findings if f.severity is Severity.ERROR}
-        mixed = (f for f in mixed_after(self.subject.context, after) if f.site not in found)
+        failing = {f.site for f in findings if f.severity is Severity.ERROR}
+        mixed = (f for f in mixed_after(self.subject.context, after) if f.site not in failing)
         errors = errors_of(suppressed((*findings, *mixed), self.hiding))
         required, record = self.config.min_sqnr, after.record
         # if errors remain, the 16-bit outputs cannot show whether the function is preserved: FP32 can

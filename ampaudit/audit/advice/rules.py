@@ -136,8 +136,8 @@ def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> 
     """Return whether an op keeps its dtype although one of its inputs is now float32."""
     if site is None:
         return False
-    kept = site.decision.cast is Cast.FLOAT32 and site.decision.reason != MIXED_DTYPES
-    converts = site.role.converts or kept
+    in_float32 = site.decision.cast is Cast.FLOAT32 and site.decision.reason != MIXED_DTYPES
+    converts = site.role.converts or in_float32
     return converts or (flow.writes(site) and node.args[0] not in wide)
 
 
