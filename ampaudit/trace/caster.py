@@ -88,7 +88,8 @@ class Caster:
     """Applies a rule set to each op as it is traced.
 
     Casts are shared: there is one per tensor and dtype until the tensor is written. The cache keeps the
-    tensors alive, so that no id is reused.
+    tensors alive, so that no id is reused. Where gradients flow, only casts of weights are shared, as by
+    autocast: those of an activation add up in its own dtype.
     """
 
     rules: RuleSet
@@ -258,6 +259,10 @@ class Caster:
         return OpCalled(called.op, args, kwargs)
 
     def _shared_cast(self, value: torch.Tensor, to: torch.dtype, cast: Call, tracer_id: int) -> torch.Tensor:
+        is_followed = torch.is_grad_enabled() and self.rules.file.level == "calls"
+        if is_followed and self.facts.name_of(value) is None:
+            result: torch.Tensor = cast(value, to)
+            return result
         key = (id(value), self._writes[storage_id(value)], to, tracer_id)
         if key not in self._casts:
             self._casts[key] = (value, cast(value, to))
@@ -308,7 +313,7 @@ class FactFinder:
     def of(self, called: OpCalled, layer: str, kind: str, site: SiteId) -> OpFacts:
         """Return the facts about a call in a layer whose class is named ``kind``."""
         arguments, module = called.named, self._modules.get(layer)
-        names = map(self._name_of, called.tensors)
+        names = map(self.name_of, called.tensors)
         return OpFacts(
             op=op_name(called.op),
             layer=layer,
@@ -330,9 +335,10 @@ class FactFinder:
 
     def is_rounded(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer whose values are rounded to 16 bits."""
-        return bool(self.rounded) and self._name_of(tensor) in self.rounded
+        return bool(self.rounded) and self.name_of(tensor) in self.rounded
 
-    def _name_of(self, tensor: torch.Tensor) -> str | None:
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of a parameter or buffer; ``None`` for other tensors."""
         if self._names is None:
             # the tracer has put its own tensors into the modules by now
             self._names = {id(t): layer_path(name) for name, t in named_tensors(self.model).items()}
