@@ -19,7 +19,7 @@ from torch import fx
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import signal_to_noise_db
-from ampaudit.run.lockstep import StepCall, WrappedObserver
+from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import as_complex, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
 from ampaudit.run.program import MemoryVersion, NodeOrMemory, Program, Step
@@ -275,11 +275,10 @@ class FaultPropagation:
         return masked
 
 
-class RepairingMeter(WrappedObserver):
+class RepairingMeter(Observer):
     """Measures like ``Meter``, repairs broken elements, and records which sites are origins."""
 
     def __init__(self, meter: Meter, program: Program, masks: set[SiteId]) -> None:
-        super().__init__(meter)
         self.meter = meter
         self._program = program
         self.origins: list[SiteId] = []  # sites that went wrong although their inputs were intact
@@ -298,11 +297,11 @@ class RepairingMeter(WrappedObserver):
         """Drop the masks of values that are no longer live."""
         self._repaired = {node: mask for node, mask in self._repaired.items() if node in live}
 
-    def restore(self, state: dict[str, Any], graph: fx.Graph) -> None:
-        """Restore the state of another process, with masks at the nodes of a graph."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state of another process."""
         self.meter.restore(state["meter"])
         self.origins = state["origins"]
-        nodes = {node.name: node for node in graph.nodes}
+        nodes = {node.name: node for node in self._program.traced.graph.nodes}
         self._repaired = {}
         for name, mask in state["repaired"].items():
             self._mark(nodes[name], mask)

@@ -356,13 +356,9 @@ class Passage:
             InputError: The bytes are not a state of this call.
         """
         (call,) = self.calls
-        program = call.ready.executor.program
-        state, more = unpack_state(data, program, self._parking.device, name)
+        state, more = unpack_state(data, call.ready.executor.program, self._parking.device, name)
         try:
-            if isinstance(call.observer, Meter):
-                call.observer.restore(more["observer"])
-            else:
-                call.observer.restore(more["observer"], program.traced.graph)
+            call.observer.restore(more["observer"])
             self._drawn = None if more["drawn"] is None else more["drawn"].cpu()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
