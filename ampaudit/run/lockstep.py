@@ -162,7 +162,7 @@ class LockStep:
 
         A value is dropped after its last use; calls that are the same in both runs are made once.
         """
-        return _last(self.proceed(self.start(inputs, carried), observer))
+        return self._run_to_end(self.start(inputs, carried), observer)
 
     @torch.no_grad()
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
@@ -170,7 +170,12 @@ class LockStep:
         values = dict(zip(self.program.inputs, pairs, strict=True))
         for node in values.keys() & self.program.written:
             values[node] = (values[node][0].clone(), values[node][1].clone())
-        return _last(self.proceed(self._state(values), observer))
+        return self._run_to_end(self._state(values), observer)
+
+    def _run_to_end(self, state: GraphState, observer: Observer) -> list[Pair]:
+        outputs = Interleaved([(self, state, observer)]).advance()
+        assert outputs is not None, "no run stops early"
+        return outputs[0]
 
     def proceed(
         self, state: GraphState, observer: Observer, shared: SharedReference | None = None
@@ -355,16 +360,6 @@ class LockStep:
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
         return self._reference.represent(self.weights[node.name], self._places[node.name].dtype)
-
-
-def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
-    """Run all steps and return the outputs."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            outputs: list[Pair] = end.value
-            return outputs
 
 
 class MasterWeights:
