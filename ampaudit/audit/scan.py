@@ -317,7 +317,7 @@ def _memory(source: ModelSource, device: torch.device, config: ScanConfig, share
         UsageError: A pipeline is combined with an option that needs the whole model.
     """
     whole = next((option for option in excluded_by("memory") if getattr(config, option)), "")
-    if share.route.stages() > 1 and whole:
+    if share.stages() > 1 and whole:
         raise UsageError(
             f"--pipeline cannot be combined with --{whole}, which needs the whole model",
             hint=f"leave out --{whole}",
@@ -325,7 +325,7 @@ def _memory(source: ModelSource, device: torch.device, config: ScanConfig, share
     if config.memory:
         return parse_size(config.memory)
     streams = source.release is not None and len(source.batches) > 1
-    return usual_memory(device) if not whole and (streams or share.route.stages() > 1) else None
+    return usual_memory(device) if not whole and (streams or share.stages() > 1) else None
 
 
 def usual_memory(device: torch.device) -> int:

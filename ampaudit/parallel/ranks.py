@@ -46,7 +46,6 @@ from ampaudit.run.share import (
     PartDone,
     PartRecords,
     RepairMasks,
-    Route,
     joined_in_order,
     raise_first,
 )
@@ -419,17 +418,13 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-class PipelineShare(RankShare, Route):
-    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report.
+class PipelineShare(RankShare):
+    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report."""
 
-    As a route, it consists of the segments of this rank.
-    """
-
-    keeps = True
+    keeps_states = True
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         super().__init__(board, rank, count)
-        self.route = self
         self._segments = range(0)
 
     def mine(self, phase: str, number: int) -> bool:
@@ -448,7 +443,7 @@ class PipelineShare(RankShare, Route):
         return super().joined(phase, local, progress)
 
     @property
-    def ends(self) -> bool:
+    def ends_batches(self) -> bool:
         """Whether this is the last rank, where batches end."""
         return self.rank == self.count - 1
 
@@ -462,26 +457,26 @@ class PipelineShare(RankShare, Route):
         self._total = count
         return self._segments
 
-    def passed(self, call: str) -> int:
+    def segments_passed(self, call: str) -> int:
         """Return the number of segments that earlier ranks run."""
         return self._segments.start
 
-    def load(self, call: str) -> bytes:
+    def load_state(self, call: str) -> bytes:
         """Wait for the state from the previous rank, and remove it from the board."""
         start, ranks = self._segments.start, range(self.count)
         owner = next(rank for rank in ranks if start - 1 in self._segments_of(rank, self._total))
         self._wait_for(f"state/{call}/{start}", owner, self._raise_if_stopped)
         return self._board.take(f"state/{call}/{start}")
 
-    def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
+    def save_state(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Send the state to the next rank after the last segment of this one."""
         if passed == self._segments.stop and passed < count:
             self._board.put(f"state/{call}/{passed}", pack())
 
-    def agreed(self, phase: str, again: RepairMasks) -> RepairMasks:
+    def agreed_repairs(self, phase: str, again: RepairMasks) -> RepairMasks:
         """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
-        if not self.ends:
+        if not self.ends_batches:
             self._wait_for(key, self.count - 1, self._raise_if_stopped)
             return table.validate_json(self._board.get(key))
         self._board.put(key, table.dump_json({n: dict(masks) for n, masks in again.items()}))

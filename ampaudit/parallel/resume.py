@@ -16,7 +16,7 @@ from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import KIND, PART_SCHEMA, AuditPart, PartFile, part_file
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import ALONE, PartRecords, Route, Share
+from ampaudit.run.share import ALONE, PartRecords, Share
 
 _AUDIT = "audit.json"
 _STATE_BYTES = 1 << 40
@@ -24,18 +24,16 @@ _OTHER = "give another directory, or remove this one to start again"
 _NEW = "give a new or an empty directory"
 
 
-class ResumedShare(CommandShare, Route):
+class ResumedShare(CommandShare):
     """Saves each batch's records and each segment's states in a directory, and reuses saved ones.
 
-    The inner share says which batches this process runs; all by default. As a route, it consists of all
-    segments.
+    The inner share says which batches this process runs, each through all segments; all by default.
     """
 
-    keeps = True
+    keeps_states = True
 
     def __init__(self, directory: Path, inner: CommandShare | None) -> None:
         self.directory = directory
-        self.route = self
         self._inner: Share = inner or ALONE
 
     def describe(self, location: str, identity: Identity) -> None:
@@ -125,7 +123,7 @@ class ResumedShare(CommandShare, Route):
         part = AuditPart(KIND, PART_SCHEMA, 0, 1, *self.about, batches)
         write_bytes(path, part_file(part, records), force=True)
 
-    def limit(self, memory: int) -> int:
+    def memory_limit(self, memory: int) -> int:
         """Return the memory limit of the first run, so that the program has the same segments."""
         path, number = self.directory / "memory.json", TypeAdapter(int)
         if not path.exists():
@@ -136,17 +134,17 @@ class ResumedShare(CommandShare, Route):
         except ValueError:
             raise InputError(f"{describe_path(path)} is not a number of bytes", hint=_OTHER) from None
 
-    def passed(self, call: str) -> int:
+    def segments_passed(self, call: str) -> int:
         """Return the number of segments that a call has already passed."""
         return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
 
-    def load(self, call: str) -> bytes:
+    def load_state(self, call: str) -> bytes:
         """Return the saved state of a call.
 
         Raises:
             InputError: The file is damaged.
         """
-        path = self.directory / f"{call}.{self.passed(call)}.state"
+        path = self.directory / f"{call}.{self.segments_passed(call)}.state"
         data = read_bounded(path, _STATE_BYTES, InputError)
         try:  # torch.load does not compare checksums
             damaged = ZipFile(io.BytesIO(data)).testzip() is not None
@@ -157,7 +155,7 @@ class ResumedShare(CommandShare, Route):
             raise InputError(f"{describe_path(path)} is damaged", hint=again)
         return data
 
-    def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
+    def save_state(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
         """Save the state of a call after a segment, and remove the previous one."""
         earlier = list(self._states(call))
         write_bytes(self.directory / f"{call}.{passed}.state", pack(), force=True)

@@ -32,7 +32,7 @@ from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import BatchRun, Runner
 from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program, program_bytes
-from ampaudit.run.share import Failure, PartRecords, RepairMasks, Route, Share
+from ampaudit.run.share import Failure, PartRecords, RepairMasks, Share
 from ampaudit.source.interface import Batch
 
 State = dict[str, Any]
@@ -101,7 +101,7 @@ class _Segmented:
                     self._ready[number, policy] = ready = runner.prepare(batch, number)
                     executor = ready.executor
                     self._keep_record((number, policy))
-                    if not self.share.route.ends:
+                    if not self.share.ends_batches:
                         runner.pass_on(batch, number, executor)
                 else:
                     executor = runner.skip(batch, number)
@@ -114,20 +114,20 @@ class _Segmented:
             return
         # the largest of all batches, so that every process has the same segments, and all batches fit
         self.at, largest = max(self._programs.values(), key=lambda entry: program_bytes(entry[1]))
-        memory, stages = self.runners[0].config.memory, self.share.route.stages()
-        limit = None if memory is None else self.share.route.limit(memory)
+        memory, stages = self.runners[0].config.memory, self.share.stages()
+        limit = None if memory is None else self.share.memory_limit(memory)
         segments = cut_program(largest, limit, len(self.runners))
         if len(segments) < stages:
             segments = cut_evenly(largest, stages)
         with self._parking(segments) as parking:
-            table = _SegmentTable(segments, largest, self.share.route)
+            table = _SegmentTable(segments, largest, self.share)
             meters = [BatchCall(policy, ready, ready.meter) for (_, policy), ready in self._ready.items()]
             for call, outputs in self._through(table, parking, "1", meters):
                 faults = self.runners[call.policy].analyze(call.ready, outputs)
                 self._keep_record(call.key)
                 if not faults.need_repair:
                     self._conclude(call)
-            again = self.share.route.agreed(self.phase, self._broken())
+            again = self.share.agreed_repairs(self.phase, self._broken())
             repairing = [
                 BatchCall(policy, ready, self.runners[policy].repairing(ready, again[number][policy]))
                 for (number, policy), ready in self._ready.items()
@@ -169,15 +169,15 @@ class _Segmented:
         self, table: _SegmentTable, segment: int, passage: Passage
     ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
-        passed = self.share.route.passed(passage.name)
+        passed = self.share.segments_passed(passage.name)
         if passed > segment and segment < table.count - 1:
             return  # done by an earlier process
         if passed and passed >= segment and passage.fresh:
-            passage.unpack(self.share.route.load(passage.name), passage.name)
+            passage.unpack(self.share.load_state(passage.name), passage.name)
         with reporting_model_failures(self.model, passage.calls[0].ready.batch):
             outputs = passage.advance([table.end(call.ready.executor, segment) for call in passage.calls])
-        if self.share.route.keeps and passed <= segment:
-            self.share.route.save(passage.name, segment + 1, table.count, passage.pack)
+        if self.share.keeps_states and passed <= segment:
+            self.share.save_state(passage.name, segment + 1, table.count, passage.pack)
         if outputs is None:
             passage.pause()
         self.runners[passage.calls[0].policy].record.add_seconds("run", time.perf_counter() - started)
@@ -188,7 +188,7 @@ class _Segmented:
         """Group the calls of a batch that can share one reference."""
         groups: dict[str, list[BatchCall]] = {}
         for call in calls:
-            alone = self.share.route.keeps or call.ready.executor.program.draws
+            alone = self.share.keeps_states or call.ready.executor.program.draws
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
         return groups.items()
@@ -221,9 +221,9 @@ class _Segmented:
 class _SegmentTable:
     """The segments of a program, and where they end in the programs of other batches."""
 
-    def __init__(self, segments: Sequence[Segment], program: Program, route: Route) -> None:
+    def __init__(self, segments: Sequence[Segment], program: Program, share: Share) -> None:
         self.count = len(segments)
-        self.local = route.local_segments(self.count)
+        self.local = share.local_segments(self.count)
         self._segments = segments
         self._ends = {id(program): [segment.end for segment in segments]}
         places = {place.node: place.name for place in program.traced.placeholders}

@@ -12,50 +12,6 @@ from ampaudit.run.record import RunRecord
 RepairMasks = Mapping[int, Mapping[int, frozenset[str]]]  # sites of masks by batch and policy
 
 
-class Route:
-    """How batches pass through the segments of a program: within this process, or from one to the next."""
-
-    keeps = False  # whether states are saved after each segment
-
-    @property
-    def ends(self) -> bool:
-        """Whether batches end in this process, which then analyzes their runs."""
-        return True
-
-    def local_segments(self, count: int) -> range:
-        """Return the segments, out of ``count``, that run in this process."""
-        return range(count)
-
-    def limit(self, memory: int) -> int:
-        """Return the memory within which the program is cut."""
-        return memory
-
-    def stages(self) -> int:
-        """Return the number of processes that share the segments."""
-        return 1
-
-    def passed(self, call: str) -> int:
-        """Return the number of segments that a call has already passed, here or elsewhere."""
-        return 0
-
-    def load(self, call: str) -> bytes:
-        """Return the state of a call after the segments that it has passed."""
-        raise KeyError(call)
-
-    def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
-        """Save or send the state of a call that has passed ``passed`` of ``count`` segments."""
-
-    def agreed(self, phase: str, again: RepairMasks) -> RepairMasks:
-        """Return the masks of all runs that need repairs, by batch and policy.
-
-        ``again`` holds the masks of the runs that ended in this process.
-        """
-        return again
-
-
-HERE = Route()
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The error that ended a run, as data."""
@@ -92,10 +48,13 @@ class PartDone(Exception):
 
 
 class Share:
-    """The batches that this machine runs (by default all), and how records of all machines are joined."""
+    """The batches and segments that this machine runs (by default all), and how records are joined.
+
+    Batches pass through the segments of a program within one process, or from one to the next.
+    """
 
     alone = False  # whether records are joined as they arrive, and errors are raised immediately
-    route: Route = HERE  # route through the segments that this machine runs
+    keeps_states = False  # whether the states of calls are saved after each segment
     follows = False  # whether another machine tells this one what to run
 
     def mine(self, phase: str, number: int) -> bool:
@@ -149,6 +108,41 @@ class Share:
             PartDone: There are no more tasks.
         """
         yield from ()
+
+    @property
+    def ends_batches(self) -> bool:
+        """Whether batches end in this process, which then analyzes their runs."""
+        return True
+
+    def stages(self) -> int:
+        """Return the number of processes that share the segments of a program."""
+        return 1
+
+    def local_segments(self, count: int) -> range:
+        """Return the segments, out of ``count``, that run in this process."""
+        return range(count)
+
+    def memory_limit(self, memory: int) -> int:
+        """Return the memory within which the program is cut."""
+        return memory
+
+    def segments_passed(self, call: str) -> int:
+        """Return the number of segments that a call has already passed, here or elsewhere."""
+        return 0
+
+    def load_state(self, call: str) -> bytes:
+        """Return the state of a call after the segments that it has passed."""
+        raise KeyError(call)
+
+    def save_state(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
+        """Save or send the state of a call that has passed ``passed`` of ``count`` segments."""
+
+    def agreed_repairs(self, phase: str, again: RepairMasks) -> RepairMasks:
+        """Return the masks of all runs that need repairs, by batch and policy.
+
+        ``again`` holds the masks of the runs that ended in this process.
+        """
+        return again
 
     def finish(self) -> None:
         """End the work of machines that do not write a report.

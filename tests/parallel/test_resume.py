@@ -73,7 +73,7 @@ def test_a_scan_whose_boundaries_wait_on_disk_goes_on(folder: Path, monkeypatch:
     resumed = ("--memory", "60kB", "--resume", "kept")
     assert run(*deep, "-o", "one.json").exit_code == 0
     monkeypatch.setattr("ampaudit.run.segmented.nullcontext", lambda: temporary_directory("segments-"))
-    kept, save = [], ResumedShare.save
+    kept, save = [], ResumedShare.save_state
 
     def ending(self: ResumedShare, *arguments: Any) -> None:
         save(self, *arguments)
@@ -82,7 +82,7 @@ def test_a_scan_whose_boundaries_wait_on_disk_goes_on(folder: Path, monkeypatch:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ResumedShare, "save", ending)
+        patched.setattr(ResumedShare, "save_state", ending)
         assert run(*deep, *resumed).exit_code != 0
     assert len(kept) == 5
     assert kept[0][2] > 1

@@ -137,10 +137,10 @@ def test_a_rank_that_waits_for_another_is_not_lost(monkeypatch: pytest.MonkeyPat
         share.mine("auditing", 0)
         if rank == 0:
             time.sleep(2)  # a long first segment
-        elif share.load("call") != b"state":
+        elif share.load_state("call") != b"state":
             return None
-        share.save("call", segment + 1, RANKS, lambda: b"state")
-        return share.agreed("auditing", {})
+        share.save_state("call", segment + 1, RANKS, lambda: b"state")
+        return share.agreed_repairs("auditing", {})
 
     with ThreadPoolExecutor(RANKS + 1) as pool:
         pool.submit(beat)

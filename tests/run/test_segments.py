@@ -35,7 +35,7 @@ from ampaudit.run.lockstep import GraphState
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.segmented import moved_to, pack_state, unpack_state
 from ampaudit.run.segments import Group, Segment, best_ends, cut_evenly, cut_program
-from ampaudit.run.share import Route, Share
+from ampaudit.run.share import Share
 from ampaudit.source.open import open_source
 from ampaudit.trace import TraceConfig, trace
 
@@ -183,23 +183,23 @@ def test_boundaries_may_wait_on_disk(name: str, monkeypatch: pytest.MonkeyPatch)
     assert written
 
 
-class Handed(Route):
+class Handed(Share):
     """Packs every state after each segment, and goes on with what was packed, as another process would."""
 
-    keeps = True
+    keeps_states = True
 
     def __init__(self) -> None:
         self.states: dict[str, tuple[int, bytes]] = {}
         self.loads = 0
 
-    def passed(self, call: str) -> int:
+    def segments_passed(self, call: str) -> int:
         return self.states.get(call, (0, b""))[0]
 
-    def load(self, call: str) -> bytes:
+    def load_state(self, call: str) -> bytes:
         self.loads += 1
         return self.states[call][1]
 
-    def save(self, call: str, passed: int, count: int, pack: Any) -> None:
+    def save_state(self, call: str, passed: int, count: int, pack: Any) -> None:
         self.states[call] = passed, pack()
 
 
@@ -207,8 +207,7 @@ class Handed(Route):
 @pytest.mark.usefixtures("many")
 def test_another_process_goes_on_with_a_packed_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = scanned(name, "torch-cuda", "")
-    share = Share()
-    share.route = route = Handed()
+    share = Handed()
     monkeypatch.setattr(segmented.Passage, "fresh", property(lambda self: True))
     build, batches = CASES[name]
     torch.manual_seed(0)
@@ -222,7 +221,7 @@ def test_another_process_goes_on_with_a_packed_state(name: str, monkeypatch: pyt
         dtype="float16",
     )
     assert [dataclasses.replace(made, timings={})] == plain
-    assert route.loads >= len(batches)
+    assert share.loads >= len(batches)
 
 
 class Looped(nn.Module):
