@@ -57,9 +57,8 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     reasons = [] if reference is not None else list(_broken(variant.health))
     if variant.diverged is not None:
         end = format_number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
-        reasons.append(
-            f"from step {variant.diverged} of {steps} the loss deviates from FP32's; it ends at {end}"
-        )
+        last = f"the last {steps - variant.diverged} of {steps}" if variant.diverged else f"all {steps}"
+        reasons.append(f"in {last} steps the loss deviates from FP32's; it ends at {end}")
     if exact is not None:
         drop = math.inf if variant.metric is None else exact - variant.metric
         if drop > MAX_METRIC_DROP * abs(exact):

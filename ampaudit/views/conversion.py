@@ -36,9 +36,9 @@ def _weights(conversion: Conversion) -> Iterator[tuple[str, str]]:
         which = largest if count == 1 else f"{count} tensors, such as {largest}"
         yield "", f"in float32: {which} ({format_bytes(size)}): {reason}"
     for name, count in conversion.overflow.items():
-        yield "overflow", f"{name}: {count} values become inf"
+        yield "overflow", f"{name}: {plural(count, 'value')} became inf"
     for name, count in conversion.broken.items():
-        yield "broken", f"{name}: {count} values are NaN or infinite already"
+        yield "broken", f"{name}: NaN or infinite before the conversion in {plural(count, 'value')}"
     for gap in conversion.gaps:
         what = "written, but never run" if gap.kind is GapKind.NOT_RUN else gap.kind.in_words
         yield "unaudited", f"{short_op(gap.op)}: {what}: {gap.reason}"

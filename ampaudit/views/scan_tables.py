@@ -79,7 +79,7 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
         )
     heads = ("site", "peak", "headroom", "accuracy", *(("peak in",) if has_batches else ()))
     heads += ("proved below",) if report.proofs else ()
-    title = f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}"
+    title = f"Nearest the limit, of {plural(len(sites), 'healthy site')} in {report.run.dtype}"
     yield Section((tabulate(heads, rows, width=_WIDTH),), title)
 
 
@@ -421,7 +421,8 @@ def _summary(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     for number, text in enumerate(_window(backward)):
         yield "" if number else "Window", text
     if backward.frozen:
-        yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
+        count = len(backward.frozen)
+        yield "Frozen", f"{plural(count, 'parameter')} {'requires' if count == 1 else 'require'} no gradient"
     for note in backward.notes:
         yield "Note", note
 

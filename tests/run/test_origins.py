@@ -217,6 +217,7 @@ def test_a_weight_beyond_the_format_is_named() -> None:
     for policy in ("torch-cuda", "half"):
         found = errors(scan(model, torch.randn(X), policy=policy))
         assert [f.code for f in found] == ["AMP401"]
+        assert f"1 of {model.left.down.weight.numel()} elements became inf" in found[0].cause
         assert "left.down.weight" in found[0].cause
         assert found[0].evidence.peak == pytest.approx(1e5)
 

@@ -21,7 +21,7 @@ from ampaudit.render.render import for_terminal
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.config import TrainConfig
-from ampaudit.training.findings import diverged_at
+from ampaudit.training.findings import diverged_at, findings_of
 from ampaudit.training.train import train
 from ampaudit.views.training import sparkline
 from tests.support.saved import saved
@@ -287,6 +287,17 @@ def test_a_run_that_deviates_is_never_said_to_follow() -> None:
     stream = io.StringIO()
     Console(width=200, file=stream).print(for_terminal(report, -1))
     assert "PASS  torch.amp: the loss follows FP32's; apex-o3: it deviates (2 findings)" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("diverged", "words"), [(0, "in all 8 steps"), (3, "in the last 5 of 8 steps")])
+def test_a_run_that_deviates_says_in_how_many_steps(diverged: int, words: str) -> None:
+    """Steps are numbered from 0, which "step 3 of 8" would not say."""
+    variant = next(v for v in saved_training().variants if v.name == "apex-o3")
+    variant = replace(
+        variant, diverged=diverged, health=replace(variant.health, steps=variant.health.steps[:8])
+    )
+    cause = next(finding.cause for finding in findings_of(variant, variant) if finding.code == "AMP711")
+    assert f"{words} the loss deviates from FP32's" in cause
 
 
 def test_sparklines() -> None:

@@ -192,7 +192,7 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
             weight,
             "AMP403" if weight.name.endswith("running_var") else "AMP401",
             f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at "
-            f"{format_number(form.max)}; {weight.overflow} of {weight.elements} elements become inf"
+            f"{format_number(form.max)}; {weight.overflow} of {weight.elements} elements became inf"
             + ("; every value that depends on it came out finite" if harmless else ""),
             f"keep {weight.name} in float32, or rescale it",
             severity=Severity.NOTE if harmless else Severity.ERROR,
