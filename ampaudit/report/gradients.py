@@ -66,8 +66,8 @@ class ScaleAdvice:
 
     @property
     def suggested(self) -> int | None:
-        """The exponent to use: one below the upper end, or the lower end if that is higher."""
-        return max(self.low, self.high - 1) if self.exists else None
+        """The exponent to use: one below the upper end, or the lower end or 0 if that is higher."""
+        return max(self.low, self.high - 1, 0) if self.exists and self.high >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class BackwardReport:
         scale_from: Source of the scale.
         losses: Losses by batch.
         advice: Suitable scales; null if no gradient is held in 16 bits.
-        suggested: Exponent of the suggested scale; null if none suits, or the format needs none.
+        suggested: Exponent of the suggested scale; null if none from 1 on suits, or the format needs none.
         parameters: Gradients of the parameters.
         frozen: Parameters that do not require a gradient.
         unused: Parameters that require a gradient but do not affect the loss of any batch.

@@ -435,7 +435,14 @@ def scales_that_suit(backward: BackwardReport) -> str:
     if not advice.exists:
         low, high = _ends(advice)
         return f"no loss scale suits every layer: none fits both {high} and {low}"
-    return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer"
+    return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer{_choice(backward, advice)}"
+
+
+def _choice(backward: BackwardReport, advice: ScaleAdvice) -> str:
+    """Return which of the suitable scales to use; empty if none is needed."""
+    if advice.high < 0:
+        return "; all are less than no scaling at all"
+    return f"; use {format_power(backward.suggested)}" if backward.suggested is not None else ""
 
 
 def _ends(advice: ScaleAdvice) -> tuple[str, str]:
@@ -471,8 +478,7 @@ def _window(backward: BackwardReport) -> Iterator[str]:
         yield f"no single scale: {over}, {low} needs 2^{advice.low} to lose {share}"
         return
     fits = f"2^{advice.low} to 2^{advice.high}: nothing overflows"
-    use = f"; use {format_power(backward.suggested)}" if backward.suggested is not None else ""
-    yield f"{fits}, and {share} is flushed to zero{use}"
+    yield f"{fits}, and {share} is flushed to zero{_choice(backward, advice)}"
     yield f"the lower end is set by {low}, the upper by {high}"
 
 

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from ampaudit.core import __version__
-from ampaudit.core.text import escape_control, format_number, format_power, format_scale
+from ampaudit.core.text import escape_control, format_number, format_scale
 from ampaudit.findings.pages import all_pages
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
 from ampaudit.render.findings import relative_path
@@ -111,7 +111,6 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "number": format_number,
-        "power": format_power,
         "scale": format_scale,
         "breakable": _breakable,
         "lines": _lines,
