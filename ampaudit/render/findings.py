@@ -49,7 +49,8 @@ class Alert:
         op: Short name of the ATen op.
         evidence: Measurements in words.
         measure: The single most telling measurement.
-        path: Later sites that it poisons.
+        path: Sites that it poisons, later in the pass.
+        backward: Whether it is about gradients.
         trials: Tried changes that cure or fix it.
         failed: Tried changes and their results, if none of them helps.
         line: Source line to show, in the user's own code if possible.
@@ -74,6 +75,7 @@ class Alert:
     evidence: str = ""
     measure: str = ""
     path: tuple[str, ...] = ()
+    backward: bool = False
     trials: tuple[Trial, ...] = ()
     failed: tuple[str, ...] = ()
     line: SourceLine | None = None
@@ -103,7 +105,9 @@ class Alert:
     @property
     def poisons(self) -> str:
         """The number of poisoned sites and the first few; empty without any."""
-        return f"poisons {plural(len(self.path), 'later site')}: {listed(self.path)}" if self.path else ""
+        count = len(self.path)
+        sites = f"gradients of {plural(count, 'more site')}" if self.backward else plural(count, "later site")
+        return f"poisons {sites}: {listed(self.path)}" if self.path else ""
 
     @property
     def text(self) -> str:
@@ -218,6 +222,7 @@ def alert_of(
         evidence="; ".join(part for part in (call, finding.numbers) if part),
         measure=finding.key_number,
         path=finding.poisons,
+        backward=finding.phase == "backward",
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.helpful),
         failed=tuple(f"{trial.change}: {trial.after}" for trial in finding.tried if finding.unhelped),
         line=source.evident if source is not None else None,

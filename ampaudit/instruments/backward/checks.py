@@ -13,8 +13,9 @@ from ampaudit.audit.checks.interface import (
     finding_source,
     source_of,
 )
+from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number, format_power, format_scale, short_op
+from ampaudit.core.text import format_number, format_power, format_scale, plural, short_op
 from ampaudit.findings.finding import Evidence, Finding, Severity
 from ampaudit.instruments.backward import INSTRUMENT
 from ampaudit.instruments.backward.record import (
@@ -45,7 +46,12 @@ CARRIED_DB = 20.0  # above this, the flushed elements carry less than a tenth of
 
 def vanishes(stats: GradientStats) -> bool:
     """Return whether most of a 16-bit gradient is flushed to zero and the rest is inaccurate."""
-    if not stats.low_precision or stats.cancelled or stats.flushed_share < VANISHED:
+    return stats.low_precision and _is_lost(stats)
+
+
+def _is_lost(stats: GradientStats) -> bool:
+    """Return whether most of a gradient is zero, here or since an earlier op, and the rest is inaccurate."""
+    if stats.cancelled or stats.flushed_share < VANISHED:
         return False
     sqnr = stats.values.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
@@ -173,30 +179,60 @@ def _overflow(
 
 
 def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
-    """Find where gradients begin to vanish in the backward pass, and list those that follow."""
+    """Find where gradients begin to vanish, and list those that follow; merge what one scale cures."""
     record = gradients_in(context)
-    if not any(map(vanishes, (*record.sites.values(), *record.parameters.values()))):
-        return
     suits = suitable_scales(context)
+    if suits is None or not any(map(vanishes, (*record.sites.values(), *record.parameters.values()))):
+        return
+    curable: list[Finding] = []
+    for site, stats, name, poisons in _vanishing(context, record):
+        cured = _cured(context, record, suits, stats)
+        finding = _vanished(context, record, suits, site, stats, name, poisons, cured)
+        if cured:
+            curable.append(finding)
+        else:
+            yield finding
+    if curable:
+        worst = max(curable, key=lambda finding: finding.severity.rank)  # the first of the gravest
+        others = len(curable) - 1
+        also = f"; the same begins at {plural(others, 'other op')}" if others else ""
+        sites = dict.fromkeys(site for finding in curable for site in (finding.site, *finding.poisons))
+        rest = tuple(site for site in sites if site != worst.site)
+        yield replace(worst, cause=f"{worst.cause}{also}", poisons=rest)
+
+
+_Vanishing = tuple[Site, GradientStats, str, tuple[SiteId, ...]]
+
+
+def _vanishing(context: CheckContext, record: GradientRecord) -> Iterator[_Vanishing]:
+    """Yield where gradients begin to vanish, in the order of the backward pass.
+
+    Each has a site, a gradient and its name, and the sites whose gradients vanish because of it.
+    """
     behind: dict[SiteId, list[SiteId]] = {}
     starts: dict[SiteId, SiteId] = {}
     for site in reversed(context.graph_sites):
         stats = record.sites.get(site.id)
         before = next((starts[r.id] for r in context.flow.readers(site) if r.id in starts), None)
-        if stats is None and before is not None:
-            starts[site.id] = before  # it only hands on
-        if stats is None or not vanishes(stats):
-            continue
-        starts[site.id] = before or site.id
-        behind.setdefault(starts[site.id], []).append(site.id)
-    for start in reversed(list(behind)):
-        others = tuple(other for other in behind[start] if other != start)
+        if stats is not None and vanishes(stats):
+            starts[site.id] = before or site.id
+            behind.setdefault(starts[site.id], []).append(site.id)
+        elif before is not None and (stats is None or _is_lost(stats)):
+            starts[site.id] = before  # it only hands on, or computes in float32
+    for start, sites in behind.items():
         name = name_of(context, start, False)
-        yield _vanishing(context, record, suits, context.site[start], record.sites[start], name, others)
+        yield context.site[start], record.sites[start], name, tuple(site for site in sites if site != start)
     for name, stats in record.parameters.items():  # those stored in 16 bits
         user = _user(context, name) if vanishes(stats) else None
         if user is not None and user.id not in starts:
-            yield _vanishing(context, record, suits, user, stats, name, ())
+            yield user, stats, name, ()
+
+
+def _cured(context: CheckContext, record: GradientRecord, suits: ScaleAdvice, stats: GradientStats) -> bool:
+    """Return whether a higher scale without overflow keeps most of a gradient."""
+    lowest = suits.low if suits.exists else suits.high
+    at_best = stats.flushed_at(2.0**suits.high, context.number_format)
+    return 2.0**lowest > record.scale and at_best < VANISHED
 
 
 def _user(context: CheckContext, parameter: str) -> Site | None:
@@ -208,32 +244,52 @@ def _user(context: CheckContext, parameter: str) -> Site | None:
     return None
 
 
-def _vanishing(
+def _vanished(
     context: CheckContext,
     record: GradientRecord,
-    suits: ScaleAdvice | None,
+    suits: ScaleAdvice,
     site: Site,
     stats: GradientStats,
     name: str,
-    others: tuple[SiteId, ...],
+    poisons: tuple[SiteId, ...],
+    cured: bool,
 ) -> Finding:
     form = context.number_format
     at = " without loss scaling"
     if record.scale != 1:
         at = f" under the loss scale {format_scale(record.scale)}"
-    cause = (
-        f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
-        f"element is {format_number(stats.peak)} in FP32; "
-        f"{format_number(form.flush_below / record.scale)} and less is lost"
-    )
+    cause = f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}"
+    too_small = stats.flushed_at(record.scale, form) >= VANISHED
+    reaches = format_number(stats.values.ref_peak)
+    if too_small:
+        least = format_number(form.flush_below)
+        cause += f": it reaches {reaches} in FP32, and {form.name} rounds {least} and less to zero"
+    else:
+        cause += f", although it reaches {reaches} in FP32: smaller values on the way to it become zero"
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
-    advice = "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
-    if suits is not None and suits.exists and 2.0**suits.low > record.scale:
-        advice = f"use a loss scale of at least {format_power(suits.low)}; "
-        advice += f"nothing overflows up to {format_power(suits.high)}"
+    highest = format_power(suits.high)
+    if cured and suits.exists:
+        advice = f"use a loss scale of at least {format_power(suits.low)}; nothing overflows up to {highest}"
+    elif cured:
+        advice = f"use the loss scale {highest}, the highest without overflow; none suits every layer"
+    else:
+        ops = " and the ops that it poisons" if poisons else ""
+        advice = f"keep {_layer(site)}{ops} in float32{_or_bfloat16(context)}"
+        if too_small or 2.0**suits.high <= record.scale:
+            advice += ": no loss scale without overflow cures it"
+        else:
+            advice = f"try a larger loss scale (nothing overflows up to {highest}), or {advice}"
     finding = gradient_finding(context, site, "AMP702", stats, cause, advice, name=name, severity=severity)
-    return replace(finding, poisons=others)
+    return replace(finding, poisons=poisons)
+
+
+def _layer(site: Site) -> str:
+    return f"layer {site.layer!r}" if site.layer else "this op"
+
+
+def _or_bfloat16(context: CheckContext) -> str:
+    return "" if context.number_format is BFLOAT16 else ", or use bfloat16"
 
 
 def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:

@@ -52,6 +52,10 @@ class GradientStats:
         """The share of elements that are zero in 16 bits but not in FP32."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
+    def flushed_at(self, scale: float, form: NumberFormat) -> float:
+        """Return the share of FP32's elements that a format rounds to zero under a scale."""
+        return _flushed(self.exponents, form, scale) / self.nonzero if self.nonzero else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class GradientOrigin:

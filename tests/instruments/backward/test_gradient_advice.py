@@ -2,9 +2,135 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from collections.abc import Callable
 
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.findings.finding import Finding
+from ampaudit.render.render import as_file
 from ampaudit.report.gradients import ScaleAdvice
+from tests.support.training.cases import WIDTH, Stack, classes, rows
+
+
+class Branches(nn.Module):
+    """Three layers side by side, each with an output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(branch(x) for branch in self.branches)
+
+
+class Normalized(nn.Module):
+    """CUDA autocast computes the norm in float32, between two layers in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x)))
+
+
+class Detour(torch.autograd.Function):
+    """The identity, whose backward multiplies by small numbers and then by a large one."""
+
+    @staticmethod
+    def forward(context: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        context: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        return gradient * 1e-4 * 1e-4 * 1e4 * 1e4
+
+
+class Detoured(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        detoured: torch.Tensor = Detour.apply(x)  # type: ignore[no-untyped-call]
+        return detoured
+
+
+def tiny(output: torch.Tensor) -> torch.Tensor:
+    return output.float().pow(2).mean() * 1e-7
+
+
+def of_outputs(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack([tiny(output) for output in outputs]).sum()
+
+
+def scanned(
+    model: nn.Module, loss: Callable[..., torch.Tensor], scale: float | None = 1.0, policy: str = "torch-cuda"
+) -> ampaudit.Report:
+    torch.manual_seed(0)
+    return ampaudit.scan(model, rows(), policy=policy, backward=True, loss=loss, loss_scale=scale)
+
+
+def of_code(report: ampaudit.Report, code: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.code == code]
+
+
+def powers(text: str) -> list[int]:
+    return [int(exponent) for exponent in re.findall(r"2\^(-?\d+)", text)]
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_gradients_that_one_scale_cures_are_one_finding(policy: str) -> None:
+    model = Branches()
+    report = scanned(model, of_outputs, policy=policy)
+    (finding,) = of_code(report, "AMP702")
+    assert report.verdict == "fail"
+    assert "the same begins at 2 other ops" in finding.cause
+    zero = {
+        site.site for site in report.sites
+        if site.gradient is not None and site.gradient.low_precision and site.gradient.flushed == 1.0
+    }  # fmt: skip
+    assert len(zero) >= 3
+    assert zero == {finding.site, *finding.poisons}
+    assert f"poisons gradients of {len(zero) - 1} more sites" in as_text(report)
+    low, high = powers(finding.advice)
+    for scale in (low, high):
+        cured = scanned(model, of_outputs, 2.0**scale, policy)
+        assert cured.verdict == "pass"
+        assert not of_code(cured, "AMP702")
+    assert of_code(scanned(model, of_outputs, 2.0 ** (high + 1), policy), "AMP701")
+
+
+def as_text(report: ampaudit.Report) -> str:
+    return " ".join(as_file(report, "text").split())
+
+
+def test_a_gradient_that_vanished_before_an_op_in_float32_is_no_second_cause() -> None:
+    report = scanned(Normalized(), tiny)
+    (finding,) = of_code(report, "AMP702")
+    assert finding.site == "head/linear"
+    assert "first/linear" in finding.poisons
+    assert "begins" not in finding.cause
+
+
+def test_values_that_vanish_inside_a_backward_are_not_called_rounding_of_its_result() -> None:
+    """Rounding would keep the gradient: the window includes the scale, and a larger one does help."""
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.float().pow(2).mean()
+
+    model = Stack(Detoured())
+    report = scanned(model, loss, policy="half")
+    (finding,) = of_code(report, "AMP702")
+    assert finding.evidence.peak is not None
+    assert finding.evidence.peak > 2.0**-24
+    assert "although it reaches" in finding.cause
+    assert "rounds" not in finding.cause
+    assert "no loss scale" not in finding.advice
+    (highest,) = powers(finding.advice)
+    assert not of_code(scanned(model, loss, 2.0**highest, "half"), "AMP702")
 
 
 @pytest.mark.parametrize(
@@ -13,3 +139,11 @@ from ampaudit.report.gradients import ScaleAdvice
 )
 def test_the_suggested_scale_suits_and_is_at_least_one(low: int, high: int, suggested: int | None) -> None:
     assert ScaleAdvice(0.05, (), (), low, high, "", "").suggested == suggested
+
+
+def test_one_parameter_requires_no_gradient() -> None:
+    model = Stack()
+    model.first.bias.requires_grad_(False)
+    assert "1 parameter requires no gradient" in as_text(scanned(model, classes))
+    model.first.weight.requires_grad_(False)
+    assert "2 parameters require no gradient" in as_text(scanned(model, classes))
