@@ -134,6 +134,12 @@ def _exceeds_format(context: CheckContext, stats: GradientStats | None) -> bool:
     return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 
+def _holder(context: CheckContext, origin: GradientOrigin) -> Site:
+    """Return the site whose layer holds the gradient that breaks."""
+    site = None if origin.is_parameter else context.site.get(SiteId(origin.value))
+    return site or context.site[origin.site]
+
+
 def _overflow(
     context: CheckContext,
     record: GradientRecord,
@@ -155,18 +161,20 @@ def _overflow(
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
         advice = f"a loss scale of at most {format_power(highest)} fits"
         use = suits.suggested if suits is not None else None
-        if use is not None and 0 <= use < highest:
-            advice += f" here, and {format_power(use)} suits the whole model"
         whole = min(highest, suits.high) if suits is not None else highest
+        if use is not None and use < highest:
+            advice += f" here, and {format_power(use)} suits the whole model"
+        elif 0 <= whole < highest:
+            advice += f" here, and one of at most {format_power(whole)} the whole model"
         if highest < 0:
-            exempt = f"layer {site.layer!r}" if site.layer else "this op"
-            advice += f": less than no scaling at all; keep {exempt} in float32, or use bfloat16"
+            advice += f": less than no scaling at all; keep {_layer(_holder(context, origin))} in float32"
+            advice += _or_bfloat16(context)
         elif whole < 0 and suits is not None:
             exempt = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
             advice += (
                 f" this op, but the whole model needs {format_power(whole)} or less, which is less than no"
             )
-            advice += f" scaling at all: keep {exempt} in float32, or use bfloat16"
+            advice += f" scaling at all: keep {exempt} in float32{_or_bfloat16(context)}"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING

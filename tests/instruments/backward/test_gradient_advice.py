@@ -13,7 +13,7 @@ import ampaudit
 from ampaudit.findings.finding import Finding
 from ampaudit.render.render import as_file
 from ampaudit.report.gradients import ScaleAdvice
-from tests.support.training.cases import WIDTH, Stack, classes, rows
+from tests.support.training.cases import WIDTH, Stack, Towers, classes, rows
 
 
 class Branches(nn.Module):
@@ -60,6 +60,10 @@ class Detoured(nn.Module):
 
 def tiny(output: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean() * 1e-7
+
+
+def huge(output: torch.Tensor) -> torch.Tensor:
+    return output.float().pow(2).mean() * 1e8
 
 
 def of_outputs(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -133,12 +137,40 @@ def test_values_that_vanish_inside_a_backward_are_not_called_rounding_of_its_res
     assert not of_code(scanned(model, loss, 2.0**highest, "half"), "AMP702")
 
 
+def test_without_a_scale_of_at_least_one_none_is_suggested() -> None:
+    model = Stack()
+    report = scanned(model, huge)
+    (finding,) = of_code(report, "AMP701")
+    assert (
+        "less than no scaling at all; keep layer 'head' in float32" in finding.advice
+    )  # the loss is already
+    assert report.backward is not None
+    assert report.backward.suggested is None
+    text = as_text(report)
+    assert "; use 2^" not in text
+    assert "all are less than no scaling at all" in text
+    assert "; use 2^" not in as_file(report, "html")
+
+
 @pytest.mark.parametrize(
     ("low", "high", "suggested"),
     [(-20, 16, 15), (3, 3, 3), (-5, 0, 0), (-20, -1, None), (5, 4, None), (-1, 1, 0)],
 )
 def test_the_suggested_scale_suits_and_is_at_least_one(low: int, high: int, suggested: int | None) -> None:
     assert ScaleAdvice(0.05, (), (), low, high, "", "").suggested == suggested
+
+
+def test_the_scale_that_fits_one_op_is_not_said_to_fit_the_model() -> None:
+    model = Towers(1e-12, 1e2)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.pow(2).mean()
+
+    (finding,) = of_code(scanned(model, loss, None), "AMP701")
+    here, whole = powers(finding.advice)
+    assert whole < here
+    assert not of_code(scanned(model, loss, 2.0**whole), "AMP701")
+    assert of_code(scanned(model, loss, 2.0 ** (whole + 1)), "AMP701")
 
 
 def test_one_parameter_requires_no_gradient() -> None:
