@@ -107,7 +107,7 @@ def gradient_finding(
 
 
 def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
-    """Find the op where each overflow begins; merge those that a lower scale of at least 1 fixes."""
+    """Find the op where each overflow begins; merge those that a lower scale or a smaller loss fixes."""
     record = gradients_in(context)
     if not record.origins:
         return
@@ -116,14 +116,15 @@ def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
     for origin in record.origins:
         stats = record.broken_at(origin)
         highest = highest_exponent(stats.peak if stats is not None else 0.0, context.number_format)
-        if highest >= 0 and _exceeds_format(context, stats):
+        one_scale = highest >= 0 or (suits is not None and suits.exists)
+        if one_scale and _exceeds_format(context, stats):
             curable.append((highest, origin))
         else:
             yield _overflow(context, record, suits, origin, highest)
     if curable:
         highest, worst = min(curable, key=lambda item: item[0])
-        finding = _overflow(context, record, suits, worst, highest)
         others = len(curable) - 1
+        finding = _overflow(context, record, suits, worst, highest, others)
         ops = "op overflows" if others == 1 else "ops overflow"
         more = f"; under this scale {others} other {ops} too" if others else ""
         yield replace(finding, cause=f"{finding.cause}{more}")
@@ -146,6 +147,7 @@ def _overflow(
     suits: ScaleAdvice | None,
     origin: GradientOrigin,
     highest: int,
+    others: int = 0,
 ) -> Finding:
     form, site = context.number_format, context.site[origin.site]
     stats = record.broken_at(origin)
@@ -167,8 +169,11 @@ def _overflow(
         elif 0 <= whole < highest:
             advice += f" here, and one of at most {format_power(whole)} the whole model"
         if highest < 0:
-            advice += f": less than no scaling at all; keep {_layer(_holder(context, origin))} in float32"
-            advice += _or_bfloat16(context)
+            cures = [f"divide the loss by {format_power(-whole)}"] if suits and suits.exists else []
+            if not others:
+                cures.append(f"keep {_layer(_holder(context, origin))} in float32")
+            advice = f"a loss scale of at most {format_power(whole)} fits: less than no scaling at all; "
+            advice += f"{', or '.join(cures)}{_or_bfloat16(context)}"
         elif whole < 0 and suits is not None:
             exempt = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
             advice += (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -62,8 +63,12 @@ def tiny(output: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean() * 1e-7
 
 
-def huge(output: torch.Tensor) -> torch.Tensor:
-    return output.float().pow(2).mean() * 1e8
+def huge(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack([tiny(output) for output in outputs]).sum() * 1e15
+
+
+def scaled(factor: float, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return huge(outputs) * factor
 
 
 def of_outputs(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -138,12 +143,15 @@ def test_values_that_vanish_inside_a_backward_are_not_called_rounding_of_its_res
 
 
 def test_without_a_scale_of_at_least_one_none_is_suggested() -> None:
-    model = Stack()
+    model = Branches()
     report = scanned(model, huge)
     (finding,) = of_code(report, "AMP701")
-    assert (
-        "less than no scaling at all; keep layer 'head' in float32" in finding.advice
-    )  # the loss is already
+    assert "; under this scale 2 other ops overflow too" in finding.cause
+    assert "in float32" not in finding.advice  # which would cure one of several
+    (divisor,) = powers(finding.advice.partition("divide the loss by")[2])
+    for factor, broken in ((2.0**-divisor, False), (2.0 ** (1 - divisor), True)):
+        smaller = scanned(model, partial(scaled, factor))
+        assert bool(of_code(smaller, "AMP701")) == broken
     assert report.backward is not None
     assert report.backward.suggested is None
     text = as_text(report)
@@ -171,6 +179,22 @@ def test_the_scale_that_fits_one_op_is_not_said_to_fit_the_model() -> None:
     assert whole < here
     assert not of_code(scanned(model, loss, 2.0**whole), "AMP701")
     assert of_code(scanned(model, loss, 2.0 ** (whole + 1)), "AMP701")
+
+
+def test_the_layer_to_keep_in_float32_holds_the_gradient() -> None:
+    """The loss, whose backward makes the gradient, is in float32 already."""
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    with torch.no_grad():
+        model[1].weight.fill_(1e-3)
+    x = torch.full((1, WIDTH), 1e-3)
+    report = ampaudit.scan(
+        model, x, policy="torch-cuda", backward=True, loss=lambda output: output.float().sum() * 7e4,
+        loss_scale=1.0,
+    )  # fmt: skip
+    (finding,) = of_code(report, "AMP701")
+    assert finding.layer == "loss"
+    assert "divide the loss by 2^1 (2), or keep layer '1' in float32" in finding.advice
 
 
 def test_one_parameter_requires_no_gradient() -> None:
