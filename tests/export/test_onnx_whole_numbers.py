@@ -284,6 +284,34 @@ def test_a_mask_is_not_kept_in_float32(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("image", "first"),
+    [
+        (np.arange(192, dtype=np.uint8).reshape(1, 3, 8, 8), node("Cast", "image", "numbers", to=FLOAT)),
+        (floats(1, 3, 8, 8), node("QuantizeLinear", "image step", "levels")),
+    ],
+    ids=["bytes", "quantized"],
+)
+def test_a_convolution_of_bytes_is_not_kept_in_float32(
+    image: Any, first: onnx.NodeProto, tmp_path: Path
+) -> None:
+    nodes = [
+        first,
+        *([node("DequantizeLinear", "levels step", "numbers")] if first.op_type != "Cast" else []),
+        node("Mul", "numbers step", "scaled"),
+        node("Conv", "scaled w", "hidden"),
+        node("Relu", "hidden", "y"),
+    ]
+    stored = {"step": np.array(1 / 64, np.float32), "w": floats(4, 3, 3, 3)}
+    before, after = converted(
+        *graph(nodes, {"image": image}, [4], stored, {"image": ["n", 3, 8, 8]}), tmp_path
+    )
+    weights = {tensor.name: tensor.data_type for tensor in onnx.load(after).graph.initializer}
+    assert weights["w"] == TensorProto.FLOAT16
+    (exact,), (found,) = ran(before, {"image": image}), run_strict(after, {"image": image}).values()
+    np.testing.assert_allclose(found, exact, atol=0.01 * float(np.abs(exact).max()))
+
+
 def test_a_table_times_a_mask_is_not_kept_in_float32(tmp_path: Path) -> None:
     nodes = [
         node("Gather", "table ids", "rows"),

@@ -30,7 +30,7 @@ _JOINING = {"Concat", "Max", "Min", "ScatterElements", "ScatterND", "Where"}
 _KEEPING = {"Abs", "Cast", "CastLike", "Identity", "Neg", "ReduceMax", "ReduceMin", "Relu"}
 _ROUNDING = {"Ceil", "Floor", "Round"}
 _ARITHMETIC = {"Add", "Div", "Mod", "Mul", "Sub", "Clip"} | _KEEPING | _JOINING | _ROUNDING | MOVING
-_PRODUCTS = {"Einsum", "Gemm", "MatMul"}
+_PRODUCTS = {"Conv", "ConvTranspose", "DeformConv", "GRU", "Gemm", "LSTM", "MatMul", "RNN"}
 _BOUNDED = {"Cos", "Erf", "HardSigmoid", "LogSoftmax", "Sigmoid", "Sign", "Sin", "Softmax", "Tanh"}
 _SIZING = {"OneHot", "Range", "Resize", "Upsample"}  # read sizes or scales
 
@@ -278,6 +278,8 @@ def _results(node: ir.Node, inputs: Sequence[_Number]) -> list[_Number]:
             return [_joined([first, *inputs[2:3]])]
         case "Mod":
             return [replace(joined, peak=peaks[-1])]
+        case "DequantizeLinear":
+            return [_REAL]
         case "Div" if data is not None and data.dtype is not None and data.dtype.is_integer():
             return [replace(first, plain=False)]
     if op in _BOUNDED:
@@ -290,7 +292,7 @@ def _results(node: ir.Node, inputs: Sequence[_Number]) -> list[_Number]:
         ]
     if op in MOVING:
         return [first]
-    if joined.varies or (op in _PRODUCTS and not joined.grows and _size(data, -1) != 1 and op != "Einsum"):
+    if joined.varies or (op in _PRODUCTS and not joined.grows and _size(data, -1) != 1):
         return [_REAL]
     return [
         replace(joined, peak=_product(peaks) if op == "Mul" else math.inf, whole=op == "Mul" and joined.whole)
