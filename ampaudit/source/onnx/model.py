@@ -170,7 +170,8 @@ class _Run:
         self._program = program
         self._module = module
         self._body_nodes = 0  # nodes run in bodies so far
-        stored = {p.dtype for p in module.parameters()} - {s.real.dtype for s in program.stored.values()}
+        tensors = (*module.parameters(), *module.buffers())
+        stored = {t.dtype for t in tensors} - {s.real.dtype for s in program.stored.values()}
         self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # under the policy
 
     def outputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -106,12 +106,14 @@ class NodeCall:
         """Return an input of an elementwise op, with a stored single number as a Python number.
 
         A model's own code would use such numbers. A number with more axes than the other operand stays a
-        tensor, because the result has these axes.
+        tensor, because the result has these axes. One that a policy stores in 16 bits does, to be rounded.
         """
         if self.real or not isinstance(value, Known) or not value.constant or isinstance(beside, Known):
             return self.tensor(value)
         real, other = value.real, self.tensor(beside)
         if real.numel() != 1 or real.ndim > other.ndim or not _alike(real.dtype, other.dtype):
+            return self.tensor(value)
+        if real.dtype is torch.float32 is not self.float32:
             return self.tensor(value)
         return value.items()[0]
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 import ampaudit
 from ampaudit.core.source_config import SourceConfig
+from tests.support.onnx_strict import run_strict
 
 
 def masked(path: Path, weight: np.dtype[np.floating]) -> None:
@@ -44,3 +46,20 @@ def test_a_graph_with_16_bit_weights_keeps_its_casts(tmp_path: Path) -> None:
     assert report.run.policy == "as-is"
     (widened,) = (s.precision for s in report.sites if s.layer == "widen")
     assert widened == "float32"
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["initializer", "constant"])
+def test_a_number_of_a_graph_is_stored_in_16_bits(stored: bool, tmp_path: Path) -> None:
+    """Zero times -1e9 is zero in PyTorch, where Python holds the number, but that of a graph is -inf."""
+    number = onnx.numpy_helper.from_array(np.array(-1e9, np.float32), "low")
+    nodes = [] if stored else [helper.make_node("Constant", [], ["low"], value=number)]
+    nodes += [helper.make_node("Mul", ["x", "low"], ["mask"]), helper.make_node("Softmax", ["mask"], ["y"])]
+    places = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "masked", places[:1], places[1:], [number] if stored else [])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    inputs = {"x": np.array([[0, 0, 1, 1]], np.float32)}
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    assert np.isnan(run_strict(path, inputs, assume=TensorProto.FLOAT16)["y"]).all()
+    report = ampaudit.scan(str(path), policy="half", source=SourceConfig(inputs=tmp_path / "inputs.npz"))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == ["AMP401"]
