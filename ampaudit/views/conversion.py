@@ -49,9 +49,10 @@ def _stored(conversion: Conversion) -> str:
     share = conversion.bytes_after / conversion.bytes_before if conversion.bytes_before else 1.0
     stored = sorted(conversion.stored.items())
     kinds = ", ".join(f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in stored)
-    masters = "masters kept" if conversion.masters else "no masters: FP32 cannot be restored"
-    masters = "the original keeps the FP32 weights" if conversion.in_place else masters
-    return f"{sizes} ({share:.0%}); tensors: {kinds}; {masters}"
+    masters = "; masters kept" if conversion.masters else "; no masters: FP32 cannot be restored"
+    if conversion.in_place:
+        masters = "; the original keeps the FP32 weights" if share < 1 else ""
+    return f"{sizes} ({share:.0%}); tensors: {kinds}{masters}"
 
 
 def _program(conversion: Conversion) -> Iterator[tuple[str, str]]:

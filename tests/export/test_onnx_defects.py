@@ -224,3 +224,24 @@ def test_large_weights_of_eight_bits_stay_as_they_are(tmp_path: Path) -> None:
     after = onnx.load(tmp_path / "out" / "model.onnx")
     (kept,) = (tensor for tensor in after.graph.initializer if tensor.name == "w")
     assert (kept.data_type, kept.raw_data) == (weight.data_type, weight.raw_data)
+
+
+def test_a_file_in_float16_that_overflows_is_not_called_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes stay in float16; ONNX Runtime hides the overflow in float32 between them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
+    nodes = [
+        node("Cast", "x", "low", to=TensorProto.FLOAT16),
+        node("MatMul", "low w", "h"),
+        node("Mul", "h h", "square"),
+        node("ReduceMean", "square", "mean", axes=[-1]),
+        node("Div", "square mean", "share"),
+        node("Cast", "share", "y", to=TensorProto.FLOAT),
+    ]
+    made, inputs = graph(nodes, {"x": floats(4, 8)}, [2], {"w": (500 * floats(8, 8)).astype(np.float16)})
+    with pytest.raises(RunFailed, match=r"computes y as inf or NaN") as refused:
+        converted_graph(made, inputs, tmp_path)
+    assert "convert the float32 model" in str(refused.value.hint)
+    assert np.isnan(run_strict(tmp_path / "before.onnx", inputs)["y"]).any()
+    assert not (tmp_path / "out").exists()

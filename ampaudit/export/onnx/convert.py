@@ -19,9 +19,9 @@ from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import conversion_of, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.outputs import (
+    OnnxRun,
     Original,
     OtherBatch,
-    WrittenFile,
     describe_inaccurate,
     other_batches,
     refuse_broken,
@@ -39,6 +39,7 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
+from ampaudit.source.onnx.files import read_onnx
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.source import inputs_of
 
@@ -137,9 +138,9 @@ def _write_until_accurate(
     """
     assert isinstance(source.model, OnnxModel)
     model = source.model
-    originals = [Original(model, batch, config.seed) for batch in source.batches]
+    originals = [Original(model, batch, config) for batch in source.batches]
     others = [
-        (other, Original(model, other.batch, config.seed))
+        (other, Original(model, other.batch, config))
         for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
     ]
     while True:
@@ -205,18 +206,18 @@ def _write_and_run(
     on_progress("running the file", 0, 0)
     nonstandard = nonstandard_operators(plan.file.model)
     with checking(path, runtime=config.dtype == "float16", nonstandard=nonstandard):
-        file, records = WrittenFile(path, config), []
+        file, records = OnnxRun(OnnxModel(read_onnx(path)).eval(), config), []
         for number, original in enumerate(originals):
-            ours = file.outputs(original, number)
+            ours = file.outputs(original.batch, original.exact, number)
             records.append(file.records(ours, original.exact))
-            refuse_broken(records[-1], ours, original.exact, config)
+            refuse_broken(records[-1], ours, original, config)
         faults = [
             fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
         ]
         return result, worst_records(records), faults
 
 
-def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
+def _faults(file: OnnxRun, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
     """Yield the fault of a file on inputs for which the original computes comparable outputs, if any."""
     try:
         comparable = all(map(_is_comparable, original.exact.values()))
@@ -225,7 +226,7 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: 
     if not comparable:
         return
     try:
-        records = tuple(file.records(file.outputs(original), original.exact))
+        records = tuple(file.records(file.outputs(original.batch, original.exact), original.exact))
     except RunFailed as failed:
         yield _Fault(other, (), f"with {other.what}, {failed.args[0]}")
     except AuditError:  # the size cannot be run here

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import ExecutorCache
 from ampaudit.source import Batch
-from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
+from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import bodies_of, plain_domain
 from ampaudit.source.onnx.source import GraphInput, batch_of, by_name, inputs_of, is_sum, size_of
@@ -52,22 +51,31 @@ Tensors = Mapping[str, torch.Tensor]
 class Original:
     """A batch with the outputs of the original model."""
 
-    def __init__(self, model: OnnxModel, batch: Batch, seed: int) -> None:
+    def __init__(self, model: OnnxModel, batch: Batch, config: ConvertConfig) -> None:
         self.batch = batch
         self._model = model
-        self._seed = seed
+        self._config = config
 
     @cached_property
     def exact(self) -> Tensors:
-        """The outputs of the original by name."""
-        return _tensors(call_unchanged(self._model, self.batch.args, self.batch.kwargs, seed=self._seed))
+        """The outputs of the original in float32 by name."""
+        batch, seed = self.batch, self._config.seed
+        outputs = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=seed))
+        if not self.is_low:
+            return outputs
+        return OnnxRun(self._model, self._config).outputs(self.batch, outputs, reference=True)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the original has weights in 16 bits."""
+        return any(weight.dtype in (torch.float16, torch.bfloat16) for weight in self._model.parameters())
 
 
-class WrittenFile:
-    """Runs one written file in lock-step, and compares its 16-bit outputs with those of the original."""
+class OnnxRun:
+    """Runs one model in lock-step, and compares its 16-bit outputs with those of the original."""
 
-    def __init__(self, path: Path, config: ConvertConfig) -> None:
-        self._model = OnnxModel(read_onnx(path)).eval()
+    def __init__(self, model: OnnxModel, config: ConvertConfig) -> None:
+        self._model = model
         self._seed = config.seed
         where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
         settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
@@ -82,21 +90,28 @@ class WrittenFile:
             records.append(OutputRecord(name, dtype, digest, *compare_output(*pair)))
         return records
 
-    def outputs(self, original: Original, number: int = 0) -> Tensors:
-        """Return the outputs of the 16-bit run by name."""
-        batch, expected = _with_input_types(original.batch, self._model), original.exact
+    def outputs(
+        self, batch: Batch, expected: Tensors, number: int = 0, *, reference: bool = False
+    ) -> Tensors:
+        """Return the outputs of the 16-bit run, or of the reference, by the expected names."""
+        batch = _with_input_types(batch, self._model)
         executor = self._executors.get(batch, number)
         alone = LockStep(
-            executor.program, executor.placed, executor.backend, executor.device, converted_only=True
+            executor.program,
+            executor.placed,
+            executor.backend,
+            executor.device,
+            reference_only=reference,
+            converted_only=not reference,
         )
         pairs = alone.run(tensor_leaves(batch.args, batch.kwargs), Observer())
         ours = {
-            name.removeprefix("output."): low
-            for name, (_, low) in zip(executor.program.traced.outputs, pairs, strict=True)
+            name.removeprefix("output."): pair[0 if reference else 1]
+            for name, pair in zip(executor.program.traced.outputs, pairs, strict=True)
         }
         if len(ours) < len(expected):  # a trace lists a tensor once, even if several outputs return it
             again = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=self._seed))
-            listed = {id(again[name]): low for name, low in ours.items()}
+            listed = {id(again[name]): value for name, value in ours.items()}
             ours = {name: listed[id(tensor)] for name, tensor in again.items()}
         return ours
 
@@ -124,7 +139,7 @@ def _with_input_types(batch: Batch, model: OnnxModel) -> Batch:
 
 
 def refuse_broken(
-    records: Iterable[OutputRecord], ours: Tensors, exact: Tensors, config: ConvertConfig
+    records: Iterable[OutputRecord], ours: Tensors, original: Original, config: ConvertConfig
 ) -> None:
     """Reject a file that computes inf or NaN, or another shape, where the original's outputs are finite.
 
@@ -132,11 +147,15 @@ def refuse_broken(
         RunFailed: An output is broken.
     """
     for record in records:
-        values, original = ours[record.name], exact[record.name]
-        if breaks(values, original) or (record.max_error is None and values.shape != original.shape):
+        values, exact = ours[record.name], original.exact[record.name]
+        if breaks(values, exact) or (record.max_error is None and values.shape != exact.shape):
             hint = "scan the model with --advise, and pass a policy that keeps more in float32"
-            if config.io != "float32" and original.to(getattr(torch, config.dtype)).isinf().any():
-                hint = f"its values reach {float(original.abs().amax()):.4g}: --io float32"
+            if original.is_low:
+                hint = (
+                    "nodes in 16 bits stay as they are: convert the float32 model that this one was made from"
+                )
+            elif config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
+                hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
             raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
 
 
