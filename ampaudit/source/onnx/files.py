@@ -355,16 +355,16 @@ def _count(data: bytearray, start: int, end: int, message: _Message, count: int)
 
 
 def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:
-    content = bytearray()
+    content, reference = bytearray(), bytearray()
     for field in _fields(data, tensor.start, tensor.end):
         length = field.end - field.start
         if field.number != _RAW_DATA or field.kind != _BYTES or length <= LARGE:
             content += data[field.begin : field.end]
             continue
         for key, value in (("location", OWN_FILE), ("offset", str(field.start)), ("length", str(length))):
-            content += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
-        content += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
-    return bytes(content)
+            reference += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
+        reference += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
+    return bytes(content + reference)  # of a field that is there twice, the last counts
 
 
 def _fields(data: mmap.mmap | bytearray | memoryview, start: int, end: int) -> Iterator[_Field]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -283,6 +284,18 @@ def test_external_data_beside_the_model_is_read(tmp_path: Path) -> None:
     _far_away(tmp_path)
     path = written(tmp_path, model_of(PRODUCT, [external("./folder/../w.bin")]))
     assert torch.equal(OnnxModel(read_onnx(path)).w, torch.ones(4, 4))
+
+
+def test_large_values_that_once_were_external_are_read(tmp_path: Path) -> None:
+    """``onnx.load`` moves them into the tensor, with their location, the default, written after them."""
+    onnx.save_model(
+        model_of(PRODUCT, [initializer("w", np.ones((4, 2000), np.float32))]),
+        tmp_path / "external.onnx",
+        save_as_external_data=True,
+        size_threshold=0,
+    )
+    path = written(tmp_path, onnx.load(tmp_path / "external.onnx"))
+    assert torch.equal(OnnxModel(read_onnx(path)).w, torch.ones(4, 2000))
 
 
 @pytest.mark.parametrize("make", [lambda p: os.mkfifo(p), lambda p: p.symlink_to("/dev/zero")])
