@@ -173,7 +173,8 @@ def find_forbidden(context: CheckContext) -> Iterator[Finding]:
 def find_weights(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per weight; the origins that it explains are listed as poisoned.
 
-    A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note.
+    A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note. One that
+    the policy clips changes the values that it reaches, so that the outputs tell whether it has one.
     """
     form = context.number_format
     origins = [(origin, context.site[origin.site]) for origin in context.record.origins]
@@ -183,17 +184,26 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
         explained = [(o, s) for o, s in origins if context.from_weight(s) == weight.name]
         poisons = dict.fromkeys(p for o, s in explained for p in (s.id, *o.poisons))
         users = (site for site, names in context.weights_read.items() if weight.name in names)
-        accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
-        accurate = all(db >= context.config.min_sqnr for db in accuracies)
+        is_clipped = not weight.overflow
+        accuracies = (
+            [db for _, _, db in context.outputs]
+            if is_clipped
+            else [context.observed(s).sqnr_db for s in users]
+        )
+        accurate = all(db is None or db >= context.config.min_sqnr for db in accuracies)
         harmless = not weight.parameter and not explained and accurate
         first: Site | None = explained[0][1] if explained else None
+        if is_clipped:
+            consequence = f"the policy clips it, and {'every' if accurate else 'not every'} output is accurate"
+        else:
+            consequence = f"{weight.overflow} of {weight.elements} elements became inf"
+            consequence += "; every value that depends on it came out finite" if harmless else ""
         yield weight_finding(
             context,
             weight,
             "AMP403" if weight.name.endswith("running_var") else "AMP401",
             f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at "
-            f"{format_number(form.max)}; {weight.overflow} of {weight.elements} elements became inf"
-            + ("; every value that depends on it came out finite" if harmless else ""),
+            f"{format_number(form.max)}; {consequence}",
             f"keep {weight.name} in float32, or rescale it",
             severity=Severity.NOTE if harmless else Severity.ERROR,
             first=first,

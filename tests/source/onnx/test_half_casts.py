@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import ampaudit
 from ampaudit.core.source_config import SourceConfig
-from tests.support.onnx_strict import run_strict
+from tests.support.onnx_strict import run_fp32, run_strict
 
 
 def masked(path: Path, weight: np.dtype[np.floating]) -> None:
@@ -63,3 +64,24 @@ def test_a_number_of_a_graph_is_stored_in_16_bits(stored: bool, tmp_path: Path) 
     assert np.isnan(run_strict(path, inputs, assume=TensorProto.FLOAT16)["y"]).all()
     report = ampaudit.scan(str(path), policy="half", source=SourceConfig(inputs=tmp_path / "inputs.npz"))
     assert [finding.code for finding in report.findings if finding.severity == "error"] == ["AMP401"]
+
+
+def test_a_mask_that_a_converter_clips_breaks_nothing(tmp_path: Path) -> None:
+    lowest = onnx.numpy_helper.from_array(np.array(np.finfo(np.float32).min), "lowest")
+    nodes = [
+        helper.make_node("Where", ["keep", "x", "lowest"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["y"]),
+    ]
+    places = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("x", "y")]
+    places.append(helper.make_tensor_value_info("keep", TensorProto.BOOL, [2, 4]))
+    graph = helper.make_graph(nodes, "masked", [places[0], places[2]], [places[1]], [lowest])
+    path, after = tmp_path / "model.onnx", tmp_path / "after.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    inputs = {"x": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4), "keep": np.eye(2, 4) == 0}
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), after)
+    np.testing.assert_allclose(run_strict(after, inputs)["y"], run_fp32(path, inputs)["y"], atol=1e-3)
+    report = ampaudit.scan(str(path), policy="onnx", source=SourceConfig(inputs=tmp_path / "inputs.npz"))
+    (finding,) = (finding for finding in report.findings if finding.code == "AMP401")
+    assert finding.severity == "note"
+    assert "the policy clips it" in finding.cause
