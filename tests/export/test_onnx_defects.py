@@ -245,3 +245,11 @@ def test_a_file_in_float16_that_overflows_is_not_called_exact(
     assert "convert the float32 model" in str(refused.value.hint)
     assert np.isnan(run_strict(tmp_path / "before.onnx", inputs)["y"]).any()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_operator_of_shapes_is_not_listed_in_float32(tmp_path: Path) -> None:
+    """It reads no numbers, whatever the type of the tensor is."""
+    sizes = helper.make_tensor_value_info("sizes", TensorProto.INT64, [2])
+    nodes = [node("Shape", "x", "sizes"), node("MatMul", "x w", "y")]
+    made, inputs = graph(nodes, {"x": floats(4, 8)}, [sizes, 2], {"w": floats(8, 8)}, {"x": ["n", 8]})
+    assert not [note for note in converted_graph(made, inputs, tmp_path).notes if "float32" in note]

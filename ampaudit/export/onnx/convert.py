@@ -30,7 +30,7 @@ from ampaudit.export.onnx.outputs import (
 from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_onnx
 from ampaudit.export.onnx.rewrite import Rewriter, choose_types
 from ampaudit.export.onnx.torch_export import annotate_graph
-from ampaudit.export.onnx.types import is_float32, nonstandard_operators
+from ampaudit.export.onnx.types import TYPELESS, is_float32, nonstandard_operators
 from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.weight_files import WeightFiles
@@ -263,7 +263,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     model = plan.file.model
     low, low_io = ir.DataType[config.dtype.upper()], config.io != "float32"
     before = _weights(model)
-    floats = [node for node in model.graph.all_nodes() if any(map(is_float32, (*node.inputs, *node.outputs)))]
+    floats = [node for node in model.graph.all_nodes() if _computes_floats(node)]
     decisions = decisions_of(plan)
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     for mask in plan.clamped:
@@ -279,6 +279,11 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     sizes = sum(size for _, size in before), sum(size for _, size in after)
     notes = tuple(_notes(plan, wide, rewriter.stored))
     return _Written(sum(casts_in(model).values()), dict(stored), sizes, notes)
+
+
+def _computes_floats(node: ir.Node) -> bool:
+    inputs = () if node.op_type in TYPELESS else node.inputs
+    return any(map(is_float32, (*inputs, *node.outputs)))
 
 
 def _weights(model: ir.Model) -> list[tuple[str, int]]:

@@ -22,6 +22,8 @@ MOVING = frozenset(
     """.split()
 )
 CHOOSING = frozenset("ArgMax ArgMin NonMaxSuppression TopK".split())
+# operators that read tensors of any type
+TYPELESS = frozenset("Cast IsInf IsNaN NonZero Shape Size".split())
 COMPARING = frozenset("Equal Greater GreaterOrEqual Less LessOrEqual".split())
 
 
@@ -116,7 +118,7 @@ def _special(node: ir.Node) -> NodeTypes | None:
         return _alike(node, SlotType.CHOSEN, takes_low=True)
     if node.op_type == "CastLike":  # its result has the type of its second input
         return NodeTypes((SlotType.ANY, SlotType.CHOSEN), (SlotType.CHOSEN,), True)
-    if node.op_type in ("Cast", "Shape", "Size", "NonZero", "IsNaN", "IsInf"):
+    if node.op_type in TYPELESS:
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None
 
