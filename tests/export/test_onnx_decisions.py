@@ -170,3 +170,20 @@ def test_the_order_counts_but_along_the_last_axis(axis: int, after: str, *, orde
 def test_what_is_zero_in_float32_is_not_exact_whatever_it_becomes() -> None:
     records = [OutputRecord("y", "float32", "", error, None) for error in (0.0, 1e-4, 100.0)]
     assert describe_inaccurate(records, 20.0) == "y as 1e+02, where the original is zero"
+
+
+def test_an_output_that_the_audit_finds_inaccurate_gets_more_float32(tmp_path: Path) -> None:
+    """The logistic map doubles an error in each turn, and none of its ops is inaccurate by itself."""
+    nodes = [node("Sigmoid", "x", "h0")]
+    for turn in range(9):
+        nodes += [
+            node("Sub", f"one h{turn}", f"rest{turn}"),
+            node("Mul", f"h{turn} rest{turn}", f"product{turn}"),
+            node("Mul", f"product{turn} rate", f"h{turn + 1}"),
+        ]
+    stored = {"one": np.array(1, np.float32), "rate": np.array(3.9, np.float32)}
+    made, inputs = graph([*nodes, node("Identity", "h9", "y")], {"x": floats(64, 8)}, [2], stored)
+    converted_graph(made, inputs, tmp_path, dtype="bfloat16")
+    (exact,) = ran(tmp_path / "before.onnx", inputs)
+    error = run_strict(tmp_path / "out" / "model.onnx", inputs)["y"] - exact
+    assert 10 * np.log10(np.square(exact).sum() / np.square(error).sum()) >= 20

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _FLIPPED = "AMP209"
+_INACCURATE = "AMP207"
 _CHOICES_DB = 40.0  # accuracy of integers of which one in a hundred differs
 _STEPS = (8, 64)  # numbers of nodes before a choice that stay in float32 if too many choices change
 
@@ -109,12 +110,14 @@ def convert_onnx(
 def _passing_plan(
     source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes
 ) -> OnnxPlan:
-    """Plan with more and more float32 before choices, until the audit finds no choice that changes."""
+    """Plan with more and more float32, until the audit finds no changed choice and no inaccurate output."""
     while True:
         plan = plan_onnx(source, config, session, wishes)
-        flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
-        more = _more_before_choices(wishes)
-        if not plan.audited.report.exit_code or not flips or more is None or config.names_policy:
+        codes = {finding.code for finding in plan.audited.report.findings}
+        more = _more_before_choices(wishes) if _FLIPPED in codes else None
+        if more is None and _INACCURATE in codes and wishes.accuracy is None and config.tune is None:
+            more = replace(wishes, accuracy=config.min_sqnr)
+        if not plan.audited.report.exit_code or more is None or config.names_policy:
             return plan
         wishes = more
 
