@@ -194,7 +194,8 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
         harmless = not weight.parameter and not explained and accurate
         first: Site | None = explained[0][1] if explained else None
         if is_clipped:
-            consequence = f"the policy clips it, and {'every' if accurate else 'not every'} output is accurate"
+            which = "every" if accurate else "not every"
+            consequence = f"the policy clips it, and {which} output is accurate"
         else:
             consequence = f"{weight.overflow} of {weight.elements} elements became inf"
             consequence += "; every value that depends on it came out finite" if harmless else ""
