@@ -23,13 +23,12 @@ from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import scan_policies
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.formats import FLOAT16
-from ampaudit.core.session import silent
 from ampaudit.findings.finding import Finding
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report
-from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.run.record import RunRecord
+from ampaudit.run.runner import Runner
 from ampaudit.source import Batch
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.views.verdict import verdict_words
@@ -552,9 +551,10 @@ def test_an_fp32_model_that_is_not_finite_ends_the_audit_in_one_line() -> None:
 
 def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
-    config = RunConfig(policy, policy, FLOAT16, torch.device("cpu"))
-    (audit,) = run_audits(model, [Batch((x,), {}) for x in batches], [config], silent)
-    return audit.record
+    runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")))
+    for number, x in enumerate(batches):
+        runner.run(Batch((x,), {}), number)
+    return runner.record
 
 
 def healthy(h: torch.Tensor) -> torch.Tensor:
