@@ -57,7 +57,8 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     reasons = [] if reference is not None else list(_broken(variant.health))
     if variant.diverged is not None:
         end = format_number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
-        last = f"the last {steps - variant.diverged} of {steps}" if variant.diverged else f"all {steps}"
+        count = steps - variant.diverged
+        last = f"all {steps}" if count == steps else f"the last{f' {count}' if count > 1 else ''} of {steps}"
         reasons.append(f"in {last} steps the loss deviates from FP32's; it ends at {end}")
     if exact is not None:
         drop = math.inf if variant.metric is None else exact - variant.metric

@@ -289,7 +289,10 @@ def test_a_run_that_deviates_is_never_said_to_follow() -> None:
     assert "PASS  torch.amp: the loss follows FP32's; apex-o3: it deviates (2 findings)" in stream.getvalue()
 
 
-@pytest.mark.parametrize(("diverged", "words"), [(0, "in all 8 steps"), (3, "in the last 5 of 8 steps")])
+@pytest.mark.parametrize(
+    ("diverged", "words"),
+    [(0, "in all 8 steps"), (3, "in the last 5 of 8 steps"), (7, "in the last of 8 steps")],
+)
 def test_a_run_that_deviates_says_in_how_many_steps(diverged: int, words: str) -> None:
     """Steps are numbered from 0, which "step 3 of 8" would not say."""
     variant = next(v for v in saved_training().variants if v.name == "apex-o3")
