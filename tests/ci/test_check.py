@@ -431,6 +431,9 @@ def test_one_table_and_one_exit_code(tmp_path: Path, cli: Cli) -> None:
     assert done.returncode == 1
     assert "FAIL  2 of 2" in done.stdout
     done = cli("check", "bad.py", "--fail-on", "never", cwd=tmp_path)
+    assert done.returncode == 1, "the limit on headroom counts still"
+    assert "min-headroom" in done.stdout
+    done = cli("check", "bad.py", "--fail-on", "never", "--min-headroom", "-10", cwd=tmp_path)
     assert done.returncode == 0
     assert "\nbad.py\n  AMP" in done.stdout
     assert done.stdout.endswith("FAIL  1 of 1 target\ngate  pass\n")
