@@ -42,6 +42,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.onnx.files import read_onnx
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.source import inputs_of
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -141,9 +142,11 @@ def _write_until_accurate(
     """
     assert isinstance(source.model, OnnxModel)
     model = source.model
-    originals = [Original(model, batch, config) for batch in source.batches]
+    is_low = any(weight.dtype in LOW_PRECISION_DTYPES for weight in model.parameters())
+    reference = OnnxRun(model, config) if is_low else None
+    originals = [Original(model, batch, config.seed, reference) for batch in source.batches]
     others = [
-        (other, Original(model, other.batch, config))
+        (other, Original(model, other.batch, config.seed, reference))
         for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
     ]
     while True:

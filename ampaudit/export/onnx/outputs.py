@@ -49,26 +49,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Original:
-    """A batch with the outputs of the original model."""
+    """A batch with the outputs of the original model.
 
-    def __init__(self, model: OnnxModel, batch: Batch, config: ConvertConfig) -> None:
+    A model with weights in 16 bits has a reference, which computes in float32.
+    """
+
+    def __init__(self, model: OnnxModel, batch: Batch, seed: int, reference: OnnxRun | None) -> None:
         self.batch = batch
+        self.reference = reference
         self._model = model
-        self._config = config
+        self._seed = seed
 
     @cached_property
     def exact(self) -> Tensors:
         """The outputs of the original in float32 by name."""
-        batch, seed = self.batch, self._config.seed
-        outputs = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=seed))
-        if not self.is_low:
-            return outputs
-        return OnnxRun(self._model, self._config).outputs(self.batch, outputs, reference=True)
-
-    @property
-    def is_low(self) -> bool:
-        """Whether the original has weights in 16 bits."""
-        return any(weight.dtype in (torch.float16, torch.bfloat16) for weight in self._model.parameters())
+        batch = self.batch
+        outputs = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=self._seed))
+        return outputs if self.reference is None else self.reference.outputs(batch, outputs, reference=True)
 
 
 class OnnxRun:
@@ -150,7 +147,7 @@ def refuse_broken(
         values, exact = ours[record.name], original.exact[record.name]
         if breaks(values, exact) or (record.max_error is None and values.shape != exact.shape):
             hint = "scan the model with --advise, and pass a policy that keeps more in float32"
-            if original.is_low:
+            if original.reference is not None:
                 hint = (
                     "nodes in 16 bits stay as they are: convert the float32 model that this one was made from"
                 )
