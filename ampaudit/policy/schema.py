@@ -92,6 +92,7 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
 Number = Annotated[float, Field(strict=True)]  # no true and no "1"
 Positive = Annotated[Number, Field(gt=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 LowPrecisionDtype = Literal["float16", "bfloat16"]
 Placement = Literal["unchanged", "lower", "float32"]
 
@@ -466,10 +467,10 @@ class LossScale(StrictModel):
     init: Positive | Literal["caller"] = Field(default=65536.0, description="the scale itself if static")
     growth: Number = Field(default=2.0, gt=1)
     backoff: Number = Field(default=0.5, gt=0, lt=1)
-    interval: int = Field(default=2000, ge=1, strict=True)
+    interval: Count = 2000
     min: Positive | None = None
     max: Positive | Literal["finite"] | None = None
-    hysteresis: Annotated[int, Field(ge=1)] | Literal["caller"] = 1
+    hysteresis: Count | Literal["caller"] = 1
 
     @model_validator(mode="after")
     def _check_order(self) -> LossScale:

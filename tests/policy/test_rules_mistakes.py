@@ -163,6 +163,10 @@ MISTAKES = {
         GOOD.replace("title", "loss_scale: {interval: true}\ntitle"),
         r"2:24: loss_scale\.interval: .*valid integer",
     ),
+    "a count that is true": (
+        GOOD.replace("title", "loss_scale: {hysteresis: true}\ntitle"),
+        r"2:26: loss_scale\.hysteresis: .*valid integer",
+    ),
     "a number as text": (
         GOOD.replace("title", "loss_scale: {growth: '2'}\ntitle"),
         r"2:22: loss_scale\.growth: .*valid number",
