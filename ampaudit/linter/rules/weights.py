@@ -161,13 +161,14 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
 
 @rule("AMP876", ModelCall, of_dtypes=True)
 def _overflows(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
-    model, loading = event.model, event.model.node
-    dtype, cast = flow.state.weights_cast(model.key) or ("", None)
-    if dtype != "float16" and not event.autocast.computes_float16:
+    loading = event.model.node
+    if "AutoencoderKL" not in event.model.origin or not isinstance(loading, ast.Call) or not loading.args:
         return
-    source = loading.args[0] if isinstance(loading, ast.Call) and loading.args else None
-    name = literal_of(flow.evaluate(source)) if isinstance(source, ast.Constant | ast.Name) else None
-    if isinstance(name, str) and "AutoencoderKL" in model.origin and _SDXL.search(name.lower()):
+    is_plain = isinstance(loading.args[0], ast.Constant | ast.Name)
+    name = literal_of(flow.evaluate(loading.args[0])) if is_plain else None
+    dtype, cast = flow.state.weights_cast(event.model.key) or ("", None)
+    is_low = dtype == "float16" or event.autocast.computes_float16
+    if is_low and isinstance(name, str) and _SDXL.search(name.lower()):
         yield Mistake(
             cast or event.node,
             "this VAE overflows in float16: its activations exceed 65504, and what it returns is NaN",
