@@ -24,7 +24,7 @@ from ampaudit.core.assumptions import Assumption, parse_assumption
 from ampaudit.core.errors import AuditError, InputError, ProofBroken
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number
+from ampaudit.core.text import format_bound, format_number
 from ampaudit.policy import RuleSet
 from ampaudit.report.extrapolation import Stressed
 from ampaudit.run.audit import Audit, run_audits
@@ -118,7 +118,7 @@ def _broken(site: Site, proof: Bound, stats: Observation) -> ProofBroken:
     computed = (
         f"{stats.bad} values that are inf or NaN" if stats.bad else f"a value of {format_number(stats.peak)}"
     )
-    what = f"{site.id} is proved to stay below {format_number(proof.peak)}, but the run computed {computed}"
+    what = f"{site.id} is proved not to exceed {format_bound(proof.peak)}, but the run computed {computed}"
     versions = f"ampaudit {__version__}, torch {torch.__version__}"
     where = f"{site.op}, output {tuple(site.shape)} in {site.dtype}, {versions}"
     hint = f"this is a defect of ampaudit; please report these lines ({where}) and, if possible, the model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import io
 import json
 import math
@@ -26,6 +27,7 @@ _COMMAND = re.compile(
     re.IGNORECASE,
 )
 _SEPARATOR = os.sep
+_UPWARD = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -106,6 +108,12 @@ def format_number(value: float) -> str:
         exact = value if value == round(value) and abs(value) < 1e5 else float(f"{value:.4g}")
         return f"{exact:,.0f}"
     return f"{value:.4g}"
+
+
+def format_bound(value: float) -> str:
+    """Format an upper bound like a number, but rounded up, so that the text is a bound as well."""
+    is_exact = value < 1e5 and value == round(value)
+    return format_number(value if is_exact else float(_UPWARD.create_decimal_from_float(value)))
 
 
 def format_scale(scale: float) -> str:

@@ -104,7 +104,8 @@ class SiteReport:
 
     ``forward`` is null if the site passes on values of its input (role view or select). ``by_design`` is true
     if it is near the limit because it reads a mask, or if it does not depend on a parameter. ``bound`` is a
-    magnitude that no input of the proof's domain exceeds; null without a proof, or if unbounded. ``gradient``
+    magnitude that its values do not exceed before they are rounded to its dtype, for any input that the
+    proofs assume; null without a proof, or if unbounded. ``gradient``
     is that of its output (``--backward``). ``inside`` is the largest square computed inside a norm of 16-bit
     values, and ``bound_inside`` a bound on it.
     """

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import (
     escape_control,
+    format_bound,
     format_bytes,
     format_number,
     format_power,
@@ -66,7 +67,7 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
     for site in sites[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
-        bound = format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
+        bound = format_bound(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
         rows.append(
             (
                 site.site,
@@ -78,7 +79,7 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
             )
         )
     heads = ("site", "peak", "headroom", "accuracy", *(("peak in",) if has_batches else ()))
-    heads += ("proved below",) if report.proofs else ()
+    heads += ("proved bound",) if report.proofs else ()
     title = f"Nearest the limit, of {plural(len(sites), 'healthy site')} in {report.run.dtype}"
     yield Section((tabulate(heads, rows, width=_WIDTH),), title)
 
@@ -89,8 +90,7 @@ def _unproved(report: Report, count: int) -> Iterator[Section]:
     if not sites:
         return
     rows = (
-        (site.site, "unbounded" if site.bound is None else format_number(site.bound))
-        for site in sites[:count]
+        (site.site, "unbounded" if site.bound is None else format_bound(site.bound)) for site in sites[:count]
     )
     more = "; the first" if len(sites) > count else ""
     table = tabulate(("site", "bound"), rows, width=_WIDTH)

@@ -58,7 +58,7 @@ def test_an_overflow_is_no_proof_and_the_bound_stands_beside_the_peak() -> None:
     site = next(s for s in report.sites if s.site == "inner/linear")
     assert site.verdict == "overflows"
     healthy = scan(Wide(), torch.full((1, 8), 10.0), policy="half", prove=True)
-    assert "proved below" in shown(healthy)
+    assert "proved bound" in shown(healthy)
     (inner,) = [s for s in healthy.sites if s.site == "inner/linear"]
     assert inner.forward is not None
     assert inner.bound is not None
@@ -122,7 +122,7 @@ def test_a_bound_that_the_run_exceeds_is_an_internal_error(
     assert isinstance(result.exception, ProofBroken)
     assert result.exception.exit_code == 3
     text = str(result.exception)
-    assert "internal error: (top)/exp is proved to stay below 1" in text
+    assert "internal error: (top)/exp is proved not to exceed 1" in text
     assert "the run computed a value of 20.09" in text
     assert "please report" in text
     assert "aten.exp.default" in text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ampaudit.core.text import format_number
+from ampaudit.core.text import format_bound, format_number
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,14 @@ from ampaudit.core.text import format_number
 )
 def test_a_number_has_four_significant_digits_and_whole_ones_more(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+@given(st.floats(min_value=0.0, max_value=1e300))
+def test_a_bound_is_not_printed_below_its_value(value: float) -> None:
+    shown = float(format_bound(value).replace(",", ""))
+    assert value <= shown <= value * 1.0011
+
+
+def test_a_whole_bound_is_printed_in_full() -> None:
+    assert format_bound(65504.0) == "65,504"
+    assert format_bound(65504.5) == "65,510"

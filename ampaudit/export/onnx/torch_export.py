@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
-from ampaudit.core.text import escape_control, format_number
+from ampaudit.core.text import escape_control, format_bound, format_number
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.types import SlotType, node_types
@@ -392,5 +392,5 @@ def _about_site(site: SiteReport, codes: list[str]) -> dict[str, str]:
         texts["headroom"] = f"{forward.headroom_bits:.1f} bits" if forward.headroom_bits is not None else ""
         texts["accuracy"] = f"{forward.sqnr_db:.0f} dB" if forward.sqnr_db is not None else "exact"
     if site.bound is not None:
-        texts["proved_below"] = format_number(site.bound)
+        texts["proved_bound"] = format_bound(site.bound)
     return {key: text for key, text in texts.items() if text}

@@ -23,7 +23,7 @@ function siteFacts(site, room) {
     ["Op", site.op], ["Held in", site.precision], ["Verdict", site.verdict], ["Findings", site.findings],
     ["Peak", number(site.peak)], [room, site.head === null ? "" : bits(site.head)],
     ["Broke", broke.length ? `${broke.join(", ")} of ${number(site.count)}` : ""],
-    ["Smallest", number(site.low)], ["Proved below", number(site.bound)],
+    ["Smallest", number(site.low)], ["Proved bound", number(site.bound)],
     ["Accuracy", site.sqnr === null ? "" : `${site.sqnr.toFixed(0)} dB`],
     ["Alone", site.alone === null ? "" : `${site.alone.toFixed(0)} dB`],
     ["Gradient", gradientText(site)], ...site.evidence,
@@ -35,7 +35,7 @@ function layerFacts(row, room) {
   return [
     ["Held in", row.lower ? row.sites[0].precision : [...new Set(row.sites.map((s) => s.precision))].join(", ")],
     ["Peak", greatest(row.sites, "peak")], [room, row.head === null ? "" : bits(row.head)],
-    ["Proved below", greatest(row.sites, "bound")], ["Gradient", greatest([...row.sites, ...row.weights], "gpeak")],
+    ["Proved bound", greatest(row.sites, "bound")], ["Gradient", greatest([...row.sites, ...row.weights], "gpeak")],
     ["Findings", [...new Set(row.sites.flatMap((s) => s.findings.split(" ")).filter(Boolean))].join(" ")],
     ...row.sites.flatMap((site) => site.evidence),
   ];

@@ -135,7 +135,7 @@ function describe(row) {
   const parts = [row.lower ? "judged in 16 bits" : "float32"];
   if (row.peak !== null) parts.push(`peak ${number(2 ** row.peak)}`);
   if (row.head !== null && (row.lower || row.broken)) parts.push(`headroom ${bits(row.head)}`);
-  if (row.bound !== null) parts.push(`proved below ${number(2 ** row.bound)}`);
+  if (row.bound !== null) parts.push(`proved bound ${number(2 ** row.bound)}`);
   if (row.design) parts.push("large by design");
   if (row.worst) parts.push(row.worst);
   return parts.join(", ");
