@@ -314,3 +314,23 @@ def test_code_that_cures_runs_in_torch(kinds: tuple[type[nn.Module], ...]) -> No
         changed = copy.deepcopy(model)
         exec(code, {"model": changed})
         torch.testing.assert_close(changed(x.half()).float(), model(x), rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize("kept", ["0", "1.out", "2"])
+def test_a_rule_does_not_excuse_what_the_code_mixes(kept: str, tmp_path: Path) -> None:
+    """A layer that a rule keeps in float32, and returns to 16 bits, has no part in what another mixes."""
+    rule = "- {{id: {0}, match: {{layer: ['{1}']}}, cast: {2}, reason: range, why: w, source: s}}\n"
+    rules = rule.format("keep", kept, "float32") + rule.format("return", "1.values", "lower")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\ntitle: mine\nextends: [half]\nrules:\n{rules}")
+    model, x = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.Linear(8, 8)), torch.randn(8, 8)
+    real = copy.deepcopy(model).half()
+    layer = real.get_submodule(kept).float()
+    layer.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    layer.register_forward_hook(lambda _, args, output: output.half())
+    with pytest.raises(RuntimeError) as raised:
+        real(x.half())
+    report = scan(model, x, policy=str(path))
+    (finding,) = (f for f in report.findings if f.code == "AMP307")
+    assert finding.layer == "1"
+    assert str(raised.value) in finding.cause

@@ -43,6 +43,7 @@ _FLIPPED_BRANCH_ADVICE = (
     "compute what is decided on in float32, or decide with a margin that rounding does not cross"
 )
 _LEFT_TORCH_ADVICE = "compute with tensors, or judge by hand what this code makes of 16-bit values"
+_WIDE = (torch.float32, None)  # None for several values
 _NAMED_DTYPE = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
 _CODE_DIFFERS_ADVICE = "write the line so that it does the same in every precision"
 
@@ -264,11 +265,11 @@ def find_mixed_dtypes(context: CheckContext) -> Iterator[Finding]:
     """Find sites whose op raises about dtypes, by the trace's trials.
 
     A site that mixes dtypes only because an op before it did is left out: the same correction cures both.
+    So is one whose dtypes the policy mixes: a converter, or a library, casts there.
     """
-    if _mixed_by_policy(context):
-        return
+    by_policy = _refused_by_policy(context.flow)
     for site_id in first_refused(context.flow):
-        if context.site[site_id].decision.reason == MIXED_DTYPES:
+        if context.site[site_id].decision.reason == MIXED_DTYPES and site_id not in by_policy:
             yield _mixed_dtypes(context, site_id)
 
 
@@ -277,8 +278,8 @@ def mixed_after(before: CheckContext, after: CheckContext) -> tuple[Finding, ...
 
     Unlike for ``find_mixed_dtypes``, only the policy before the change excuses them.
     """
-    known = {site.id for site in before.graph_sites if _refused(site)} if _mixed_by_policy(before) else ()
-    return tuple(_mixed_dtypes(after, site) for site in first_refused(after.flow) if site not in known)
+    by_policy = _refused_by_policy(before.flow)
+    return tuple(_mixed_dtypes(after, site) for site in first_refused(after.flow) if site not in by_policy)
 
 
 def _mixed_dtypes(context: CheckContext, site_id: SiteId) -> Finding:
@@ -314,15 +315,23 @@ def _refused(site: Site | None) -> bool:
     return site is not None and site.decision.reason in (MIXED_DTYPES, TOO_LARGE)
 
 
-def _mixed_by_policy(context: CheckContext) -> bool:
-    """Return whether the policy itself mixes dtypes: float32 ops or weights beside 16-bit weights.
-
-    That is not what the model's code does; a converter, or a library, casts there.
-    """
-    places = context.flow.traced.placeholders
-    stored = {place.dtype for place in places if place.slot is Slot.PARAMETER}
-    wide = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
-    return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (wide or torch.float32 in stored)
+def _refused_by_policy(flow: Flow) -> set[SiteId]:
+    """Return the refused sites that read what the policy keeps in float32 in a model with 16-bit weights."""
+    refused: set[SiteId] = set()
+    for traced in flow.traces:
+        stored = {place.node: place.dtype for place in traced.placeholders if place.slot is Slot.PARAMETER}
+        if set(LOW_PRECISION_DTYPES).isdisjoint(stored.values()):
+            continue
+        wide: set[fx.Node] = set()  # float32 weights and results of float32 rules, and what follows from them
+        for node in traced.graph.nodes:
+            site = flow.site(node)
+            kept = site is not None and site.decision.cast is Cast.FLOAT32 and site.decision.explicit
+            reads = not wide.isdisjoint(node.all_input_nodes)
+            if kept or stored.get(node.name) is torch.float32 or (reads and node_dtype(node) in _WIDE):
+                wide.add(node)
+            if site is not None and reads and _refused(site):
+                refused.add(site.id)
+    return refused
 
 
 CHECKS = (
