@@ -44,6 +44,35 @@ _AVERAGED = script_of(
     "        for k, v in model.state_dict().items():",
     "            self.shadow[k].mul_(decay).add_(v, alpha=1 - decay)",
 )
+_TRACKED = script_of(
+    "import copy",
+    "",
+    "class Average:",
+    "    def __init__(self, model):",
+    "        self.model = copy.deepcopy(model)<>",
+    "",
+    "    @torch.no_grad()",
+    "    def update(self, model, rate=1e-4):",
+    "        for average, new in zip(self.model.parameters(), model.parameters()):",
+    "            average.sub_(rate * (average - new.to(average.dtype)))",
+)
+_EVALUATED = script_of(
+    "import copy",
+    "",
+    "def evaluate(model, loader):",
+    "    model = <>",
+    "    for x, y in loader:",
+    "        model(x.half())",
+    "    model.float()",
+    "",
+    "def train(net: nn.Module, optimizer, loader, steps):",
+    "    average = copy.deepcopy(net).requires_grad_(False)",
+    "    for epoch in range(steps):",
+    "        optimizer.step()",
+    "        for old, new in zip(average.parameters(), net.parameters()):",
+    "            old.lerp_(new, 1e-3)",
+    "        evaluate(average, loader)",
+)
 _ENCODED = script_of(
     "def encoding(timesteps, width):",
     "    rates = torch.exp(-torch.arange(width // 2) * 9.2 / (width // 2))",
@@ -121,6 +150,15 @@ _DECODED = script_of(
     "    vae = AutoencoderKL.from_pretrained(MODEL, subfolder='vae').cuda().eval()",
     "    with torch.autocast('cuda', dtype=torch.float16):",
     "        return vae.decode(latents / vae.config.scaling_factor).sample.clamp(-1, 1)",
+)
+_SAMPLED = script_of(
+    "from accelerate import Accelerator",
+    "from diffusers import AutoencoderKL",
+    "",
+    "accelerator = Accelerator(mixed_precision='<>')",
+    "vae = AutoencoderKL.from_pretrained('stabilityai/stable-diffusion-xl-base-1.0', subfolder='vae')",
+    "with accelerator.autocast(), torch.no_grad():",
+    "    latents = vae.encode(torch.rand(1, 3, 512, 512)).latent_dist.sample()",
 )
 _LATENTS = script_of(
     "from diffusers import AutoencoderKL",
@@ -312,6 +350,16 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP859": (PLAIN, _ENGINE.replace("<>", "loss / args.grad_accum"), _ENGINE.replace("<>", "loss")),
     "AMP867": (PLAIN, _AVERAGED.replace("<>", ".half()"), _AVERAGED.replace("<>", ".clone()")),
+    "AMP867 of a difference": (
+        PLAIN,
+        _TRACKED.replace("<>", ".to(torch.float16)"),
+        _TRACKED.replace("<>", ".to('cuda:1')"),
+    ),
+    "AMP867 of a round trip": (
+        PLAIN,
+        _EVALUATED.replace("<>", "model.half()"),
+        _EVALUATED.replace("<>", "copy.deepcopy(model).half()"),
+    ),
     "AMP868": (PLAIN, _CONTRASTED.replace("<>", "half"), _CONTRASTED.replace("<>", "float")),
     "AMP869": (PLAIN, _ENCODED.replace("<>", "t.to(torch.bfloat16)"), _ENCODED.replace("<>", "t")),
     "AMP870": (PLAIN, _SMALL_STEPS.replace("<>", "2e-6"), _SMALL_STEPS.replace("<>", "2e-3")),
@@ -341,6 +389,11 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         PLAIN,
         _DECODED.replace("<>", "stabilityai/stable-diffusion-xl-base-1.0"),
         _DECODED.replace("<>", "madebyollin/sdxl-vae-fp16-fix"),
+    ),
+    "AMP876 under Accelerate": (
+        PLAIN,
+        _SAMPLED.replace("<>", "fp16"),
+        _SAMPLED.replace("<>", "bf16"),
     ),
     "AMP876 by its weights": (
         PLAIN,

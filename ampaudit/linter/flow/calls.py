@@ -555,7 +555,7 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
     if stored is not None or value is not UNKNOWN:
         return _call(interpreter, node, value)
     arguments = _arguments(interpreter, node)
-    if name not in HARMLESS_METHODS and not (base.info.derives("Module") and name in objects.MODULE_METHODS):
+    if name not in HARMLESS_METHODS and not (base.info.is_module and name in objects.MODULE_METHODS):
         assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
     return UNKNOWN
 

@@ -155,6 +155,14 @@ class WeightsAveraged(Event):
 
 
 @value_class(frozen=True, slots=True)
+class WeightsRounded(Event):
+    """A model that was cast to float16 in a loop, by ``cast``, is cast back to float32."""
+
+    model: str
+    cast: ast.AST
+
+
+@value_class(frozen=True, slots=True)
 class StepEvent(Event):
     """A step; ``target`` is ``None`` if the optimizer is not known."""
 

@@ -22,6 +22,7 @@ from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import (
     Arguments,
+    Autocast,
     DictLiteral,
     KnownItems,
     LiteralValue,
@@ -106,6 +107,8 @@ def managed_method(
         ]
         if wrapped and not any(isinstance(one, ast.Starred) for one in node.args):
             return KnownItems(tuple(wrapped)) if len(wrapped) > 1 else wrapped[0]
+    elif name == "autocast" and base.scales == Certainty.KNOWN:
+        return Autocast(True, None, "float16", explicit=False)
     elif name == "unwrap_model" and isinstance(inner := arguments.first, Managed):
         return inner.model or base
     return base

@@ -16,6 +16,7 @@ from ampaudit.linter.flow.events import (
     OptimizerStep,
     PrecisionChosen,
     WeightsAveraged,
+    WeightsRounded,
 )
 from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
@@ -154,6 +155,9 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         interpreter.record(PrecisionChosen, node)
     if dtype:
         in_loop = any(guard.kind == "loop" for guard in interpreter.point.guards)
+        halved = interpreter.state.known_at(HALVED_IN_LOOP, model.key)
+        if dtype == "float32" and halved is not None:
+            interpreter.record(WeightsRounded, node, model.key, halved)
         halved = node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
         cast_weights(interpreter, model.key, dtype, node)
@@ -189,7 +193,6 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
     """Create an instance of a class of the file."""
     if info.derives("Optimizer"):
         return UNKNOWN
-    is_module = info.derives("Module", "LightningModule")
     instance = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
     start, half = info.method("__init__"), None
     if start is not None and info.is_relevant:
@@ -198,7 +201,7 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
         half, interpreter.half_parameter = interpreter.half_parameter, half
     elif start is None:
         bind_fields(interpreter, instance, arguments)
-    if is_module:
+    if info.is_module:
         model = make_model(interpreter, node, info.node.name, arguments)
         if half is not None:
             interpreter.state.set_fact(HALF_WEIGHTS, half, model.key)
@@ -413,7 +416,7 @@ def copies_method(
     if name == "mul_":
         return replace(copies, decayed=True)
     added = name in ("add_", "addcmul_") and copies.decayed
-    if added or name == "lerp_" or (name == "copy_" and _averages_itself(node)):
+    if added or name == "lerp_" or (name in ("copy_", "add_", "sub_") and _averages_itself(node)):
         interpreter.record(WeightsAveraged, node, copies)
         return copies
     if name in ("detach", "clone"):
@@ -428,7 +431,16 @@ def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
 
 
 def _averages_itself(node: ast.Call) -> bool:
-    """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)``."""
-    argument = ast.unparse(node.args[0]) if node.args else ""
-    target = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    return target in argument and " + " in argument and "1 - " in argument.replace("1.0 - ", "1 - ")
+    """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)`` or ``x.sub_(rate * (x - y))``."""
+    if not isinstance(node.func, ast.Attribute) or not node.args:
+        return False
+    target, argument = ast.unparse(node.func.value), node.args[0]
+    if node.func.attr == "copy_":
+        text = ast.unparse(argument).replace("1.0 - ", "1 - ")
+        return target in text and " + " in text and "1 - " in text
+    return any(
+        isinstance(part, ast.BinOp)
+        and isinstance(part.op, ast.Sub)
+        and target in (ast.unparse(part.left), ast.unparse(part.right))
+        for part in ast.walk(argument)
+    )

@@ -217,7 +217,7 @@ class Script:
     def root_module(self) -> ClassInfo | None:
         """The class of a model that nothing in the script makes; ``None`` if there is none, or several."""
         classes = self.classes.values()
-        models = [c for c in classes if c.derives("Module") and not _IS_LOSS.search(c.node.name)]
+        models = [c for c in classes if c.is_module and not _IS_LOSS.search(c.node.name)]
         used = {base for info in classes for base in info.bases}
         used.update(dotted_name(call.func) for call in self.of_type(ast.Call) if models)
         roots = [info for info in models if info.node.name not in used]

@@ -57,7 +57,15 @@ class ClassInfo:
     @property
     def is_relevant(self) -> bool:
         """Whether anything in it matters, so that what its constructor makes does as well."""
-        return self.derives("Module", "LightningModule") or any(m.relevant for m in self.methods.values())
+        return self.is_module or any(m.relevant for m in self.methods.values())
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module, or a layer of torch with changes."""
+        layers = ("nn.", "torch.nn.")
+        return self.derives("Module", "LightningModule") or any(
+            base.startswith(layers) for info in self.ancestry for base in info.bases
+        )
 
     @property
     def ancestry(self) -> list[ClassInfo]:

@@ -82,7 +82,7 @@ def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
         last = set(map(last_component, finder.named))
         names = (node for node in script.of_type(ast.Name, ast.Attribute) if simple_name(node) in last)
         lines = sorted({*lines, *(line_of(node) for node in names if dotted_name(node) in finder.named)})
-    modules = [c.node for c in script.classes.values() if c.derives("Module", "LightningModule")]
+    modules = [c.node for c in script.classes.values() if c.is_module]
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(covers_line(node, statement.lineno) for node in modules)
         is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))

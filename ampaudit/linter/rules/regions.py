@@ -369,7 +369,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
         if isinstance(node, ast.Assign):
             return any(dotted_name(target) in inside for target in node.targets)
         if isinstance(node, ast.ClassDef):
-            return node.name in script.classes and script.classes[node.name].derives("Module")
+            return node.name in script.classes and script.classes[node.name].is_module
         return isinstance(node, ast.FunctionDef) and (
             node.name in inside or any(mentions(d, "autocast") for d in node.decorator_list)
         )

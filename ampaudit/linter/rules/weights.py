@@ -10,12 +10,15 @@ from typing import Final
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
 from ampaudit.linter.flow.events import (
     AdaptersPrepared,
+    EntryPointFollowed,
     ModelCall,
     OptimizerMade,
     ScalerScale,
     ScalerStep,
     ScalerUnscale,
     WeightsAveraged,
+    WeightsRounded,
+    of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
@@ -194,3 +197,18 @@ def _average_stands_still(flow: Interpreter, event: WeightsAveraged) -> Iterator
             "keep the average in float32, and cast a copy of it where it is used",
             certainty=Certainty.LIKELY,
         )
+
+
+@rule("AMP867", EntryPointFollowed, of_dtypes=True)
+def _average_is_rounded(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """An average that each pass of a loop casts to float16 and back, as an evaluation does."""
+    averaged = {model for e in of_type(followed.events, WeightsAveraged) for model in e.average.models or ()}
+    for event in of_type(followed.events, WeightsRounded):
+        if event.model in averaged:
+            yield Mistake(
+                event.cast,
+                f"line {line_of(event.node)} casts this average of the weights back to float32, but it stays "
+                "rounded to float16: changes of less than 1/2048 of a weight since the last time are lost",
+                "cast a copy of it, or evaluate it under autocast",
+                certainty=Certainty.LIKELY,
+            )
