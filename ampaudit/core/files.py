@@ -23,6 +23,7 @@ SUFFIX = ".tmp"
 _OURS = "ampaudit-"  # prefix of the leftovers that are removed from the system's temporary folder
 _MAX_ATTEMPTS = 5  # if another process or thread interferes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+_MODEL_FILES = (".onnx", ".safetensors", ".pt", ".pth", ".pt2", ".bin", ".ckpt")
 _REPLACE = "choose another path, or replace it with --force (in Python: force=True)"
 
 
@@ -106,12 +107,15 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
     only empty ones.
 
     Raises:
-        OutputError: The path exists and may not be replaced, is a link or a file, or has no parent directory.
+        OutputError: The path exists and may not be replaced, is a link, a file or named like one, or has no
+            parent directory.
     """
     if path.is_symlink():
         raise OutputError(f"{path} is a symbolic link", hint="pass the directory itself to -o")
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file", hint="give -o the path of a directory")
+    if path.suffix in _MODEL_FILES and not path.exists():
+        raise OutputError(f"{path} looks like a file", hint=f"-o takes a directory, such as {path.stem}")
     if path.is_dir() and any(path.iterdir()):
         if not (path / ours).is_file():
             raise OutputError(

@@ -18,7 +18,13 @@ import pytest
 
 from ampaudit.core import files
 from ampaudit.core.errors import OutputError
-from ampaudit.core.files import staged_directory, temporary_directory, write_private, write_text
+from ampaudit.core.files import (
+    check_directory,
+    staged_directory,
+    temporary_directory,
+    write_private,
+    write_text,
+)
 
 OURS = "manifest.json"
 
@@ -105,6 +111,14 @@ def test_places_that_cannot_be_a_directory(tmp_path: Path, kind: str) -> None:
         fill(out, "new")
     assert caught.value.hint
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["half.onnx", "half.safetensors", "half.pt"])
+def test_a_directory_is_not_named_like_a_file_of_weights(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutputError, match=r"looks like a file") as raised:
+        check_directory(tmp_path / name, force=True, ours=OURS)
+    assert raised.value.hint == "-o takes a directory, such as half"
+    check_directory(tmp_path / "half.v2", force=True, ours=OURS)
 
 
 def test_a_failure_half_way_leaves_the_old_one(tmp_path: Path) -> None:
