@@ -67,7 +67,7 @@ def named_gradients(context: CheckContext) -> tuple[NamedGradient, ...]:
     """Return the measured gradients, those of sites in graph order before those of parameters."""
     record = gradients_in(context)
     sites = (site for site in context.sites if site.id in record.sites)
-    of_sites = [NamedGradient(site.id, site.layer, record.sites[site.id]) for site in sites]
+    of_sites = [NamedGradient(_name(site), site.layer, record.sites[site.id]) for site in sites]
     others = [NamedGradient(n, n.rpartition(".")[0], stats) for n, stats in record.parameters.items()]
     return (*of_sites, *others)
 
@@ -79,10 +79,11 @@ def suitable_scales(context: CheckContext) -> ScaleAdvice | None:
 
 def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
     """Return the display name of a gradient: its parameter, also behind a cast, or its site."""
-    site = None if is_parameter else next((s for s in context.sites if s.id == value), None)
-    if site is not None and site.role is Role.WEIGHT_CAST and site.weight is not None:
-        return site.weight
-    return value
+    return value if is_parameter else next((_name(site) for site in context.sites if site.id == value), value)
+
+
+def _name(site: Site) -> str:
+    return site.weight if site.role is Role.WEIGHT_CAST and site.weight is not None else site.id
 
 
 def gradient_finding(

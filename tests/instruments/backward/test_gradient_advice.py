@@ -203,3 +203,17 @@ def test_one_parameter_requires_no_gradient() -> None:
     assert "1 parameter requires no gradient" in as_text(scanned(model, classes))
     model.first.weight.requires_grad_(False)
     assert "2 parameters require no gradient" in as_text(scanned(model, classes))
+
+
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+def test_the_table_of_layers_names_a_parameter_as_findings_do(policy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+    report = ampaudit.scan(model, rows(), policy=policy, backward=True, loss=tiny)
+    assert report.backward is not None
+    assert report.backward.advice is not None
+    parameters = {name for name, _ in model.named_parameters()}
+    others = {site.site for site in report.sites if site.role != "weight-cast"}
+    names = {layer.high_at for layer in report.backward.advice.layers}
+    assert names <= parameters | others
+    assert names & parameters
