@@ -15,7 +15,7 @@ from ampaudit.audit.checks.interface import (
 )
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number, format_power, format_scale, plural, short_op
+from ampaudit.core.text import format_number, format_power, format_scale, listed, short_op
 from ampaudit.findings.finding import Evidence, Finding, Severity
 from ampaudit.instruments.backward import INSTRUMENT
 from ampaudit.instruments.backward.record import (
@@ -124,10 +124,10 @@ def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
             yield _overflow(context, record, suits, origin, highest)
     if curable:
         highest, worst = min(curable, key=lambda item: item[0])
-        others = len(curable) - 1
-        finding = _overflow(context, record, suits, worst, highest, others)
-        ops = "op overflows" if others == 1 else "ops overflow"
-        more = f"; under this scale {others} other {ops} too" if others else ""
+        others = [origin.site for _, origin in curable if origin is not worst]
+        finding = _overflow(context, record, suits, worst, highest, len(others))
+        verb = "overflows" if len(others) == 1 else "overflow"
+        more = f"; under this scale, {listed(others)} {verb} too" if others else ""
         yield replace(finding, cause=f"{finding.cause}{more}")
 
 
@@ -208,8 +208,8 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
             yield finding
     if curable:
         worst = max(curable, key=lambda finding: finding.severity.rank)  # the first of the gravest
-        others = len(curable) - 1
-        also = f"; the same begins at {plural(others, 'other op')}" if others else ""
+        others = listed([finding.site for finding in curable if finding is not worst])
+        also = f"; the same begins at {others}" if others else ""
         sites = dict.fromkeys(site for finding in curable for site in (finding.site, *finding.poisons))
         rest = tuple(site for site in sites if site != worst.site)
         yield replace(worst, cause=f"{worst.cause}{also}", poisons=rest)

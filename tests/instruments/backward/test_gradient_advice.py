@@ -96,7 +96,7 @@ def test_gradients_that_one_scale_cures_are_one_finding(policy: str) -> None:
     report = scanned(model, of_outputs, policy=policy)
     (finding,) = of_code(report, "AMP702")
     assert report.verdict == "fail"
-    assert "the same begins at 2 other ops" in finding.cause
+    assert "; the same begins at branches.1/linear, branches.0/linear" in finding.cause
     zero = {
         site.site for site in report.sites
         if site.gradient is not None and site.gradient.low_precision and site.gradient.flushed == 1.0
@@ -146,7 +146,7 @@ def test_without_a_scale_of_at_least_one_none_is_suggested() -> None:
     model = Branches()
     report = scanned(model, huge)
     (finding,) = of_code(report, "AMP701")
-    assert "; under this scale 2 other ops overflow too" in finding.cause
+    assert "; under this scale, loss/to#3, loss/to overflow too" in finding.cause
     assert "in float32" not in finding.advice  # which would cure one of several
     (divisor,) = powers(finding.advice.partition("divide the loss by")[2])
     for factor, broken in ((2.0**-divisor, False), (2.0 ** (1 - divisor), True)):
