@@ -84,6 +84,7 @@ class Quotient(nn.Module):
         (1e6, 1e3, "AMP101", "image reaches 1,000,000"),
         (1e6, 1e6, "AMP101", "image reaches 1,000,000"),
         (1e-9, 1e-9, "AMP201", "flushed to 0"),
+        (0.0, 1e-9, "AMP201", "values that are 0 in FP32 became NaN"),
     ],
 )
 def test_an_input_beyond_the_format_is_the_cause(image: float, scale: float, code: str, why: str) -> None:

@@ -313,10 +313,9 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
 def _domain_text(context: CheckContext, site: Site) -> str:
     stats = context.observed(site.id)
     became = "NaN" if stats.nan else "infinite"
-    return (
-        f"values up to {format_number(stats.bad_ref_peak)} in FP32 "
-        f"became {became} in {context.number_format.name}"
-    )
+    peak = stats.bad_ref_peak
+    values = f"values up to {format_number(peak)} in FP32" if peak else "values that are 0 in FP32"
+    return f"{values} became {became} in {context.number_format.name}"
 
 
 def _advice(context: CheckContext, site: Site) -> str:
