@@ -29,7 +29,7 @@ from ampaudit.trace.entry import named_inputs, restored, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors, without_cache
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import seeded, structural_copy
-from ampaudit.trace.loss import WithLoss
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 from ampaudit.trace.twins import twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
@@ -122,7 +122,7 @@ def model_failure(
     if isinstance(error, SourceError):
         return error
     if isinstance(model, WithLoss):
-        model, (args, kwargs, *_) = model.inner, args  # the user's call
+        model, kwargs = model.inner, {name: value for name, value in kwargs.items() if name != LOSS_BATCH}
     user_line, library = failing_lines(error.__traceback__)
     where, code = _located(user_line, _named(error, model))
     if (lacks := _KERNEL.match(str(error))) and not lacks["op"].startswith("aten::"):

@@ -15,6 +15,8 @@ from ampaudit.core.errors import InputError
 from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leaves
 from ampaudit.trace.values import dtype_name
 
+LOSS_BATCH = "batch of the loss"  # keyword of a model with its loss, which no parameter of a model can have
+
 
 @dataclass(frozen=True, slots=True)
 class _InputReference:
@@ -32,7 +34,8 @@ def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
 class WithLoss(nn.Module):
     """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
-    The loss is ``loss(output)`` or ``loss(output, batch)``, or ``None`` where the output is, or has, one.
+    The loss is ``loss(output)`` or ``loss(output, batch)``, or ``None`` where the output is, or has, one. The
+    batch, from ``item_apart``, is the keyword ``LOSS_BATCH``; the other arguments are the model's.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
@@ -48,8 +51,9 @@ class WithLoss(nn.Module):
         model: nn.Module = getattr(self, ENTRY_NAME)
         return model
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
-        """Return the output and a scalar loss; ``item`` comes from ``item_apart``."""
+    def forward(self, *args: Any, **kwargs: Any) -> LossAndOutput:
+        """Return the output and a scalar loss."""
+        item = kwargs.pop(LOSS_BATCH)
         inputs = tensor_leaves(args, kwargs)
         output = placed(self.inner(*args, **kwargs), self.output_dtype)
         item = pytree.tree_map(

@@ -37,7 +37,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import LossAndOutput
 from ampaudit.trace.isolation import structural_copy
-from ampaudit.trace.loss import WithLoss, item_apart
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at, smoothed_end, training_report
 from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
@@ -314,7 +314,7 @@ class TrainingStep:
         """Run the forward pass."""
         item = item_apart(batch.args, batch.kwargs, batch.whole)
         with self.context(), naming_indices(batch):
-            result: LossAndOutput = self.model(batch.args, batch.kwargs, item)
+            result: LossAndOutput = self.model(*batch.args, **batch.kwargs, **{LOSS_BATCH: item})
         return result
 
     def backward(self, loss: torch.Tensor) -> None:

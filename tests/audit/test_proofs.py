@@ -189,3 +189,37 @@ def test_a_site_is_proved_for_the_shapes_of_all_batches() -> None:
         static = scan(Total(), batches=batches, policy="half", static=True, assume=["input=0:2"])
         (site,) = [s for s in static.sites if s.site.endswith("/sum")]
         assert (site.verdict == "proved") is proved
+
+
+LABELLED = """
+import torch
+from torch import nn
+
+
+def get_model():
+    return nn.Linear(8, 8)
+
+
+def batches():
+    yield torch.ones(1, 8), torch.zeros(1, 8)
+
+
+def model_inputs(batch):
+    return batch[0]
+
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+"""
+
+
+def test_inputs_have_the_same_names_with_gradients(model_file: Callable[[str], Path]) -> None:
+    """What a loss reads besides the model's inputs is an input as well, with a name of its own."""
+    path = model_file(LABELLED)
+    stated = ["input[0]=-2:2"]
+    reports = [
+        scan(path, policy="half", prove=True, assume=stated, backward=backward) for backward in (False, True)
+    ]
+    names = [[each.name for each in report.proofs.assumed] for report in reports if report.proofs]
+    assert names == [["input[0]"], ["input[0]", "batch of the loss[1]"]]
+    assert len({next(s.bound for s in r.sites if s.site == "(top)/linear") for r in reports}) == 1
