@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import compress, takewhile
 from typing import Any
 from weakref import ref
@@ -400,10 +400,18 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced real numbers, as a view if possible."""
+    """Return a sample of the real numbers, always of the same places."""
     flat = components(tensor.detach()).reshape(-1)
-    step = max(flat.numel() // SAMPLE, 1)
-    return flat[::step][:SAMPLE]
+    return flat if flat.numel() <= SAMPLE else flat[_places(flat.numel(), flat.device)]
+
+
+@cache
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    """Return a random place in each of ``SAMPLE`` equal parts; even steps would stay in a few columns."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shifts = torch.rand(SAMPLE, generator=generator, dtype=torch.float64, device="cpu")
+    places = (torch.arange(SAMPLE, device="cpu") + shifts) * (count / SAMPLE)
+    return places.long().clamp(max=count - 1).to(device)
 
 
 @dataclass(slots=True)

@@ -92,6 +92,22 @@ def test_what_is_seen_is_what_brute_force_says() -> None:
     assert health.eps_held == 0.0
 
 
+@pytest.mark.parametrize("shape", [(512, 784), (512, 512), (512, 256, 3, 3), (2000,), (1025,), (30_000, 4)])
+def test_a_sample_follows_no_axis(shape: tuple[int, ...]) -> None:
+    """Along each axis, a part of the gradient is zero: the sampled share is that of all elements."""
+    for axis, size in enumerate(shape):
+        for zeros in (slice(None, None, 3), slice(size // 2), slice(size // 2, None)):
+            weight = nn.Parameter(torch.zeros(shape))
+            weight.grad = torch.ones(shape)
+            weight.grad[(slice(None),) * axis + (zeros,)] = 0.0
+            model = nn.ParameterDict({"weight": weight})
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with ampaudit.watch(model, optimizer, every=1) as monitor:
+                optimizer.step()
+            (measured,) = monitor.health().parameters
+            assert measured.zero == pytest.approx((weight.grad == 0).float().mean().item(), abs=0.06)
+
+
 def test_skipped_steps_and_scales_are_seen() -> None:
     weight = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
