@@ -75,6 +75,7 @@ class Health:
         eps: The optimizer's eps; null if it has none.
         eps_held: eps rounded to 16 bits; 0 if it underflows.
         storage: Dtype of the optimizer's parameters: ``float32``, ``float16`` or ``bfloat16``.
+        may_flush: Whether the loop computes in a format in which gradients become zero that are not in FP32.
         dropped: Number of losses on which the loop took no step; they are not in ``steps``.
         broken_state: Buffers in which forward passes left inf or NaN, with the measured step from which on;
             ``None`` if that is after the last one.
@@ -88,6 +89,7 @@ class Health:
     eps: float | None
     eps_held: float | None
     storage: str
+    may_flush: bool = True
     dropped: int = 0
     broken_state: tuple[tuple[str, int | None], ...] = ()
 

@@ -138,21 +138,23 @@ def _state(variant: Variant) -> Iterator[Finding]:
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
-    """Find gradients that are flushed to 0, compared with FP32; without FP32, those that are all zeros."""
+    """Find gradients that are flushed to 0, compared with FP32; without FP32, those that are always 0."""
     exact = {p.name: p.zero for p in reference.health.parameters} if reference is not None else {}
+    guessed = reference is None and variant.health.may_flush
 
     def lost(parameter: ParameterHealth) -> float:
         zeros = parameter.zero - exact[parameter.name] if parameter.name in exact else 0.0
-        return max(parameter.flushed, zeros, 1.0 if not exact and parameter.zero == 1.0 else 0.0)
+        always = guessed and all(peak == 0 for peak in parameter.gradient_peaks)
+        return max(parameter.flushed, zeros, float(always))
 
     noise = _cancelled((variant if reference is None else reference).health)
     rows = [p for p in variant.health.parameters if lost(p) > MAX_FLUSHED and p.name not in noise]
     if not rows:
         return
     worst = max(rows, key=lost)
-    others = f", and of {len(rows) - 1} more parameters" if len(rows) > 1 else ""
+    others = f", and more than half of {plural(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
     cause = (
-        f"{variant.name}: {lost(worst):.0%} of the gradient of {worst.name}{others} is lost: too small "
+        f"{variant.name}: {lost(worst):.0%} of the gradient of {worst.name} is lost{others}: too small "
         f"for {variant.health.dtype} at the loss scale of its steps"
     )
     advice = "raise the loss scale: scan --backward says how far"

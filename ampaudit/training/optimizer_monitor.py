@@ -230,6 +230,7 @@ class OptimizerMonitor:
             eps=eps,
             eps_held=None if eps is None else float(torch.tensor(eps).to(torch_dtype(self._low.form))),
             storage=self.storage,
+            may_flush=self._low.may_flush,
             dropped=self.losses.dropped,
             broken_state=self._state.broken(),
         )
@@ -596,6 +597,7 @@ class LoopFormat:
 
     def __init__(self, model: nn.Module, dtype: Dtype | None, reason: str = "") -> None:
         self.form: NumberFormat = FLOAT16
+        self._in_use = False  # whether the loop computes in it
         # source of the format, as it follows the format's name; empty if the user chose it
         self.reason = "by default: the loop has neither 16-bit parameters nor autocast"
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -605,9 +607,10 @@ class LoopFormat:
                 sizes[parameter.dtype] += parameter.numel()
         largest = max(sizes, key=sizes.__getitem__)
         if dtype is not None:
-            self.form, self.reason = low_precision_format(dtype), reason
+            self.form, self.reason, self._in_use = low_precision_format(dtype), reason, True
         elif sizes[largest]:
             self.form, self.reason = format_named(dtype_name(largest)), "the format of the parameters"
+            self._in_use = True
         else:
             for module in model.modules():
                 if any(True for _ in module.parameters(recurse=False)):
@@ -617,8 +620,13 @@ class LoopFormat:
         kind = next(module.parameters(recurse=False)).device.type
         if torch.is_autocast_enabled(kind):
             self.form = format_named(dtype_name(torch.get_autocast_dtype(kind)))
-            self.reason = "the format of autocast"
+            self.reason, self._in_use = "the format of autocast", True
             self.settle()
+
+    @property
+    def may_flush(self) -> bool:
+        """Whether a gradient may be zero because of the format: bfloat16 has the range of float32."""
+        return self._in_use and self.form is FLOAT16
 
     def settle(self) -> None:
         """Stop looking for autocast."""

@@ -108,6 +108,31 @@ def test_a_sample_follows_no_axis(shape: tuple[int, ...]) -> None:
             assert measured.zero == pytest.approx((weight.grad == 0).float().mean().item(), abs=0.06)
 
 
+@pytest.mark.parametrize(
+    ("autocast", "used", "codes"),
+    [
+        (torch.float16, 0, ["AMP715"]),  # perhaps float16 made it zero
+        (torch.float16, 1, []),  # most gradients of an embedding are zero
+        (torch.bfloat16, 0, []),  # has the range of float32
+        (None, 0, []),
+    ],
+)
+def test_a_gradient_is_called_flushed_only_if_float16_may_have_made_it_zero(
+    autocast: torch.dtype | None, used: float, codes: list[str]
+) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(100_000, 4), "head": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampaudit.watch(model, optimizer, every=1) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                loss = model["head"](model["table"](torch.tensor([77])) * used).square().mean()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    assert [finding.code for finding in monitor.report().findings] == codes
+
+
 def test_skipped_steps_and_scales_are_seen() -> None:
     weight = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
