@@ -13,6 +13,7 @@ from torch import fx
 
 from ampaudit.core.errors import ReferenceBroken, RunFailed
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural
 from ampaudit.findings.finding import Gap, GapKind
 from ampaudit.instruments.backward import INSTRUMENT
 from ampaudit.instruments.backward.passes import (
@@ -128,7 +129,7 @@ class GradientAudit(Recorder):
         if broken := meter.broken_reference:
             raise ReferenceBroken(
                 f"the FP32 gradient itself is NaN or infinite in {title}: of {broken[0]}"
-                + (f" and {len(broken) - 1} more parameters" if len(broken) > 1 else "")
+                + (f" and {plural(len(broken) - 1, 'other parameter')}" if len(broken) > 1 else "")
             )
         meter.into(self.record)
         for site in meter.unpaired:
