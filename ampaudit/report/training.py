@@ -45,6 +45,7 @@ class ParameterHealth:
         update_ratio: Median over steps of the norm of the update over that of the weights; null without one.
         lost: Share of sampled elements whose update a 16-bit weight would lose: it is less than half an ulp.
         state_flushed: Share of the sampled second moments of the optimizer that 16 bits would flush to zero.
+        storage: Dtype in which it is stored.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParameterHealth:
     update_ratio: float | None
     lost: float | None
     state_flushed: float | None
+    storage: str = "float32"
 
     @property
     def largest_gradient(self) -> float | None:
@@ -74,7 +76,7 @@ class Health:
         parameters: Parameters in the optimizer's order.
         eps: The optimizer's eps; null if it has none.
         eps_held: eps rounded to 16 bits; 0 if it underflows.
-        storage: Dtype of the optimizer's parameters: ``float32``, ``float16`` or ``bfloat16``.
+        storage: Dtype in which most elements of the parameters are stored.
         may_flush: Whether the loop computes in a format in which gradients become zero that are not in FP32.
         dropped: Number of losses on which the loop took no step; they are not in ``steps``.
         broken_state: Buffers in which forward passes left inf or NaN, with the measured step from which on;

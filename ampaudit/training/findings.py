@@ -16,6 +16,7 @@ from ampaudit.core.text import format_number, format_scale, plural
 from ampaudit.findings.finding import FailOn, Finding, Severity, Verdict, gate_at
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 MAX_RELATIVE = 0.1  # deviation, relative to FP32's smoothed loss
 MAX_OF_START = 0.02  # deviation, relative to FP32's first loss
@@ -106,9 +107,9 @@ def _skipped(variant: Variant) -> Iterator[Finding]:
 
 
 def _lost(variant: Variant) -> Iterator[Finding]:
-    rows = [p for p in variant.health.parameters if p.lost is not None]
+    rows = [p for p in _in_16_bits(variant.health) if p.lost is not None]
     share = _weighted(rows, "lost")
-    if share is None or share < MAX_LOST or variant.health.storage == "float32":
+    if share is None or share < MAX_LOST:
         return
     noise = _cancelled(variant.health)
     worst = max(rows, key=lambda p: (p.name not in noise, p.lost or 0.0))
@@ -122,9 +123,10 @@ def _lost(variant: Variant) -> Iterator[Finding]:
 
 def _state(variant: Variant) -> Iterator[Finding]:
     health = variant.health
-    if health.storage == "float32":
+    stored = _in_16_bits(health)
+    if not stored:
         return
-    rows = [p for p in health.parameters if p.state_flushed is not None]
+    rows = [p for p in stored if p.state_flushed is not None]
     share = _weighted(rows, "state_flushed") or 0.0
     reasons = []
     if health.eps is not None and health.eps > 0 and health.eps_held == 0:
@@ -135,6 +137,11 @@ def _state(variant: Variant) -> Iterator[Finding]:
         cause = f"{variant.name}: the optimizer's state is in {health.dtype}: {', and '.join(reasons)}"
         advice = "keep the optimizer's state in float32, or at least use eps=1e-4"
         yield _finding(variant, "AMP714", "", cause, advice, None)
+
+
+def _in_16_bits(health: Health) -> list[ParameterHealth]:
+    names = {dtype_name(dtype) for dtype in LOW_PRECISION_DTYPES}
+    return [parameter for parameter in health.parameters if parameter.storage in names]
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import math
 import statistics
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -56,7 +57,6 @@ class OptimizerMonitor:
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
         self._find_parameters()
-        self.storage = dtype_name(self._parameters[0].dtype)  # dtype of the optimizer's parameters
         self.losses = LossBook()  # losses by step
         self._meter = StepMeter(self._names, self._parameters, low)
         self._watched: list[int] = []
@@ -213,7 +213,10 @@ class OptimizerMonitor:
     def health(self) -> Health:
         """Fetch the record."""
         eps = eps_of(self.optimizer)
-        elements = {name: p.numel() for name, p in zip(self._names, self._parameters, strict=True)}
+        parameters = dict(zip(self._names, self._parameters, strict=True))
+        stored: Counter[torch.dtype] = Counter()
+        for parameter in self._parameters:
+            stored[parameter.dtype] += parameter.numel()
         return Health(
             dtype=self._low.form.name,
             every=self._every,
@@ -225,11 +228,11 @@ class OptimizerMonitor:
                 )
             ),
             parameters=tuple(
-                _parameter(name, rows, elements[name]) for name, rows in self._meter.fetched().items()
+                _parameter(name, rows, parameters[name]) for name, rows in self._meter.fetched().items()
             ),
             eps=eps,
             eps_held=None if eps is None else float(torch.tensor(eps).to(torch_dtype(self._low.form))),
-            storage=self.storage,
+            storage=dtype_name(stored.most_common(1)[0][0]),
             may_flush=self._low.may_flush,
             dropped=self.losses.dropped,
             broken_state=self._state.broken(),
@@ -376,7 +379,7 @@ class StepMeter:
         return by_name
 
 
-def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
+def _parameter(name: str, rows: list[dict[str, float]], parameter: torch.Tensor) -> ParameterHealth:
     ratios = [
         row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
     ]
@@ -384,7 +387,7 @@ def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> Parame
     losses = [row["lost"] for row in rows if row["zero"] < 1 or row["update"] > 0]
     return ParameterHealth(
         name=name,
-        elements=elements,
+        elements=parameter.numel(),
         gradient_peaks=tuple(row["peak"] if math.isfinite(row["peak"]) else None for row in rows),
         zero=_mean(row["zero"] for row in rows) or 0.0,
         flushed=_mean(row["flushed"] for row in rows) or 0.0,
@@ -392,6 +395,7 @@ def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> Parame
         update_ratio=statistics.median(ratios) if ratios else None,
         lost=_mean(losses),
         state_flushed=_mean(states),
+        storage=dtype_name(parameter.dtype),
     )
 
 

@@ -208,6 +208,12 @@ class _VariantRun:
                 hint="lower the learning rate, or inspect the batch",
             )
 
+    def health(self) -> Health:
+        """Fetch the record; parameters that emulation rounds are stored in 16 bits."""
+        health, storage = self.monitor.health(), self.spec.storage
+        parameters = tuple(replace(parameter, storage=storage) for parameter in health.parameters)
+        return replace(health, storage=storage, parameters=parameters)
+
     def result(self, health: Health, metric: float | None, reference: Sequence[float | None]) -> Variant:
         """Compare the run with the losses of FP32."""
         losses = [record.loss for record in health.steps]
@@ -257,7 +263,7 @@ def _train_variants(
                     run.step(batches[number % len(batches)], number)
         progress("training", steps, steps)
         metrics = [_metric(run, source, batches) for run in runs]
-    healths = [replace(run.monitor.health(), storage=run.spec.storage) for run in runs]
+    healths = [run.health() for run in runs]
     reference = [record.loss for record in healths[0].steps]
     variants = [
         run.result(health, metric, reference)

@@ -133,6 +133,33 @@ def test_a_gradient_is_called_flushed_only_if_float16_may_have_made_it_zero(
     assert [finding.code for finding in monitor.report().findings] == codes
 
 
+@pytest.mark.parametrize(
+    ("norm", "linear", "codes"),
+    [
+        (torch.float32, torch.bfloat16, ["AMP713"]),  # the layer with most updates loses them
+        (torch.bfloat16, torch.float32, []),  # float32 loses none
+        (torch.float64, torch.float64, []),
+        (torch.complex64, torch.complex64, []),
+    ],
+)
+def test_each_parameter_is_judged_by_the_dtype_in_which_it_is_stored(
+    norm: torch.dtype, linear: torch.dtype, codes: list[str]
+) -> None:
+    torch.manual_seed(0)
+    weights = {"norm": torch.zeros(16, dtype=norm), "weight": torch.randn(64, 16).to(linear)}
+    model = nn.ParameterDict({name: nn.Parameter(weight) for name, weight in weights.items()})
+    before = model["weight"].detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    with ampaudit.watch(model, optimizer, every=1) as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model["weight"] * (1 + model["norm"])).abs().square().sum().backward()
+            optimizer.step()
+    unchanged = (model["weight"] == before).float().mean().item()
+    assert (unchanged > 0.5) == bool(codes)
+    assert [finding.code for finding in monitor.report().findings] == codes
+
+
 def test_skipped_steps_and_scales_are_seen() -> None:
     weight = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
