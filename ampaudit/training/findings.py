@@ -79,7 +79,7 @@ def _broken(health: Health) -> Iterator[str]:
     broken = [step for step in health.recorded if step.broken]
     if broken and (not all(step.skipped for step in broken) or broken[-1] is health.recorded[-1]):
         share = f"{len(broken)} of {plural(len(health.recorded), 'recorded step')}"
-        yield f"the loss is NaN or infinite in {share}, first in step {broken[0].step}"
+        yield f"the loss is NaN or infinite in {share}, first in step {broken[0].step} (counted from 0)"
     stepped = sum(not health.steps[number].skipped for number in health.watched)
     count = max((p.broken for p in health.parameters), default=0) - (len(health.watched) - stepped)
     if count > 0:
@@ -87,7 +87,7 @@ def _broken(health: Health) -> Iterator[str]:
     if health.broken_state:
         (name, step), *others = health.broken_state
         more = f" and {plural(len(others), 'other buffer')} are" if others else " is"
-        since = "" if step is None else f" since step {step}"
+        since = "" if step is None else f" since step {step} (counted from 0)"
         yield f"{name}{more} NaN or infinite{since}: the forward pass writes it in skipped steps as well"
 
 

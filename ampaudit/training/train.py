@@ -204,7 +204,8 @@ class _VariantRun:
         self.random_states = _random_states(self.device)
         if self.spec.rules is None and not math.isfinite(float(loss.detach())):
             raise ReferenceBroken(
-                f"the FP32 loss is {float(loss.detach())} in step {number}: there is nothing to compare with",
+                f"the FP32 loss is {float(loss.detach())} in step {number} (counted from 0): "
+                f"there is nothing to compare with",
                 hint="lower the learning rate, or inspect the batch",
             )
 

@@ -144,7 +144,8 @@ def watch(
     Args:
         model: Model whose parameters are optimized; it may be prepared, compiled, or wrapped by DDP.
         optimizer: Optimizer that the loop steps, or several.
-        scaler: GradScaler of the loop, if it has one; by default it is detected in its first step.
+        scaler: GradScaler of the loop, if it has one. By default it is found in the first step that it does
+            not skip; earlier steps are missing from the record.
         every: Interval of measured steps; in the others, only backward passes are counted.
         dtype: 16-bit format to judge weights, gradients and states by; by default that of the parameters, or
             else of autocast.

@@ -384,7 +384,7 @@ def test_a_loop_that_breaks() -> None:
             own.append(loss.item())
     check(monitor, own)
     (cause,) = {f.cause for f in monitor.report().findings}
-    assert "NaN or infinite in 3 of 7 recorded steps, first in step 4" in cause
+    assert "NaN or infinite in 3 of 7 recorded steps, first in step 4 (counted from 0)" in cause
     assert "a gradient is NaN or infinite in 3 of 7 measured steps" in cause
 
 
