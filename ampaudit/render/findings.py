@@ -137,7 +137,8 @@ class Suite:
 
     Attributes:
         name: Name of the model.
-        label: Policy and format, such as ``torch-cuda, float16``.
+        label: Policy and format, such as ``torch-cuda, float16``; empty for a set of targets. With the name,
+            it identifies the suite from run to run.
         verdict: Verdict on all findings.
         gate: Gate and the option that sets it, such as ``fail (--fail-on error)``.
         cases: Layers, runs or targets, each of which passes or fails.
@@ -149,6 +150,7 @@ class Suite:
         inputs: Description of random or built-in inputs; empty for inputs of the user.
         combined: Policy that addresses all errors; ``None`` without one.
         gaps: Description of what was not audited; empty without gaps.
+        extent: Number of targets or files in a set of them.
     """
 
     name: str
@@ -164,9 +166,10 @@ class Suite:
     inputs: str = ""
     combined: CombinedPolicy | None = None
     gaps: str = ""
+    extent: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "label", "gate", "tool_version", "gaps"):
+        for name in ("name", "label", "extent", "gate", "tool_version", "gaps"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
         errors = {escape_control(case): escape_lines(text) for case, text in self.errors.items()}
@@ -178,18 +181,24 @@ class Suite:
             object.__setattr__(self, "combined", replace(_safe_change(self.combined, "text"), left=remaining))
 
     @property
+    def title(self) -> str:
+        """Name and label."""
+        return f"{self.name} ({self.label})" if self.label else self.name
+
+    @property
     def active(self) -> tuple[Alert, ...]:
         """Alerts that are not suppressed."""
         return tuple(alert for alert in self.alerts if alert.suppressed is None)
 
     @property
     def counts(self) -> str:
-        """Findings that count by severity, then suppressed ones: ``2 errors, 1 known finding``."""
+        """Findings that count by severity, then others: ``2 errors, 1 known finding, 1 not checked``."""
         baselined = sum(alert.suppressed == KNOWN for alert in self.alerts)
         ignored = len(self.alerts) - len(self.active) - baselined
         parts = [counts_in_words(alert.level for alert in self.active) or "no findings"]
         parts += [plural(baselined, "known finding")] if baselined else []
         parts += [f"{ignored} ignored"] if ignored else []
+        parts += [f"{len(self.errors)} not checked"] if self.errors else []
         return ", ".join(parts)
 
 

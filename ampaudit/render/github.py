@@ -33,7 +33,8 @@ def _lines(suite: Suite) -> Iterable[str]:
     gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
     word = suite.verdict.upper()
-    yield f"ampaudit: {word} {suite.name} ({suite.label}), {suite.counts}{gaps}{inputs}; gate: {suite.gate}"
+    about = suite.label or suite.extent
+    yield f"ampaudit: {word} {suite.name} ({about}), {suite.counts}{gaps}{inputs}; gate: {suite.gate}"
 
 
 def _annotation(suite: Suite, alert: Alert, command: str) -> str:
@@ -43,7 +44,8 @@ def _annotation(suite: Suite, alert: Alert, command: str) -> str:
     if alert.region is not None:
         fields["col"] = str(alert.region[0])
     properties = ",".join(f"{name}={_property(value)}" for name, value in fields.items())
-    text = f"{alert.site} ({suite.label})\n{alert.text}\n{alert.advice}".rstrip()
+    where = f"{alert.site} ({suite.label})" if suite.label else alert.site
+    text = f"{where}\n{alert.text}\n{alert.advice}".rstrip()
     return f"::{command} {properties}::{_message(text)}"
 
 

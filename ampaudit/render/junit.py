@@ -32,7 +32,7 @@ def _element(suite: Suite) -> ElementTree.Element:
     failed = {alert.case for alert in suite.alerts if alert.fails} - suite.errors.keys()
     element = ElementTree.Element(
         "testsuite",
-        name=escape_lines(f"{suite.name} ({suite.label})"),
+        name=escape_lines(suite.title),
         tests=str(len(suite.cases)),
         failures=str(len(failed)),
         errors=str(len(suite.errors)),

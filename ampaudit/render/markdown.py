@@ -88,7 +88,7 @@ def _suite(suite: Suite) -> Iterator[str]:
     """Render the verdict, errors, and the findings graver than notes."""
     yield f"## {MARKS[suite.verdict]}: {code(suite.name)}"
     gaps = f"; {escaped(suite.gaps)}" if suite.gaps else ""
-    yield f"{escaped(suite.label)}: {suite.counts}{gaps}; gate: {escaped(suite.gate)}"
+    yield f"{escaped(suite.label or suite.extent)}: {suite.counts}{gaps}; gate: {escaped(suite.gate)}"
     if suite.errors:
         yield "\n".join(f"- {code(case)}: {escaped(text)}" for case, text in suite.errors.items())
     alerts = [alert for alert in suite.active if alert.level is not Severity.NOTE]

@@ -56,7 +56,7 @@ def _run(suite: Suite) -> dict[str, Any]:
                 "rules": [_rule(code, titles[code]) for code in codes],
             }
         },
-        "automationDetails": {"id": f"ampaudit/{suite.name}/{suite.label}/"},
+        "automationDetails": {"id": f"ampaudit/{suite.name}/" + (f"{suite.label}/" if suite.label else "")},
         "invocations": [
             {
                 "executionSuccessful": not suite.errors,
@@ -171,7 +171,7 @@ def _text(text: str) -> str:
 
 def _fingerprint(suite: Suite, alert: Alert) -> str:
     """Return a fingerprint that is stable across runs and moved lines."""
-    # lint's label counts files, and a function may have the same mistake twice
+    # a function may have the same mistake twice
     linted = alert.region is not None and alert.line is not None
     subject = alert.line.code if linted and alert.line is not None else suite.label
     identity = "\n".join((subject, alert.case, alert.code, alert.site))

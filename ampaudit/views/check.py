@@ -44,7 +44,8 @@ class CheckView(View[CheckResults]):
         names = list(map(_name, check.targets))
         suite = Suite(
             name=self.name,
-            label=plural(len(names), "target"),
+            label="",
+            extent=plural(len(names), "target"),
             verdict=check.verdict,
             gate=self.gate,
             cases=tuple(names),

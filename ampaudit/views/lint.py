@@ -42,7 +42,8 @@ class LintView(View[LintReport]):
         rank = threshold(report.fail_on)
         suite = Suite(
             name=self.name,
-            label=plural(report.linted, "file"),
+            label="",
+            extent=plural(report.linted, "file"),
             verdict=report.verdict,
             gate=self.gate,
             cases=tuple(dict.fromkeys(escape_control(finding.file) for finding in report.findings)),

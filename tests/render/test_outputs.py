@@ -39,10 +39,11 @@ from ampaudit.render.sarif import to_sarif
 from ampaudit.report.check import CheckResults
 from ampaudit.report.documents import Document
 from ampaudit.report.extrapolation import Stressed
+from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Comparison, Report
 from ampaudit.views.scan_tables import summary_rows
 from tests.support.paths import DATA, ROOT
-from tests.support.saved import HOSTILE, NAMES, named, saved, saved_report, text_of
+from tests.support.saved import HOSTILE, NAMES, named, sample, saved, saved_report, text_of
 
 WITH_FINDINGS = tuple(name for name in NAMES if name not in ("plan", "bench"))
 MACHINES = ("json", "html", "markdown", "sarif", "junit", "github", "csv")
@@ -166,6 +167,31 @@ def test_the_same_finding_has_the_same_fingerprint_when_its_line_moves() -> None
         for x in (report, replace(report, findings=tuple(moved)))
     ]
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("kind", ["check", "lint"])
+def test_what_identifies_a_suite_and_its_findings_does_not_count_targets(kind: str) -> None:
+    """Code hosts keep alerts by the category of a run, and servers test results by the suite's name."""
+    document = sample(kind)
+    if isinstance(document, CheckResults):
+        more: Document = replace(
+            document, targets=(*document.targets, replace(document.targets[0], target="b.py"))
+        )
+    else:
+        assert isinstance(document, LintReport)
+        more = replace(document, linted=document.linted + 1)
+    (before,), (after,) = (sarif_of(each)["runs"] for each in (document, more))
+    assert before["automationDetails"]["id"] == after["automationDetails"]["id"]
+    known = [result["partialFingerprints"] for result in before["results"]]
+    assert [result["partialFingerprints"] for result in after["results"]][: len(known)] == known
+    suites = [next(iter(JUnitXml.fromstring(to_junit(each).encode()))) for each in (document, more)]
+    assert suites[0].name == suites[1].name
+
+
+@pytest.mark.parametrize("kind", ["check", "lint"])
+@pytest.mark.parametrize("form", [to_github, to_markdown])
+def test_what_could_not_be_checked_is_counted(kind: str, form: Callable[[Document], str]) -> None:
+    assert "1 not checked; gate: fail" in form(sample(kind))
 
 
 def test_sarif_keeps_to_the_most_that_code_hosts_take(monkeypatch: pytest.MonkeyPatch) -> None:
