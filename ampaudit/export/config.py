@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from annotated_types import Ge
+
 from ampaudit.audit.config import (
     MIN_HEADROOM,
     MIN_SQNR,
@@ -41,6 +43,7 @@ class ConvertConfig(PolicyConfig):
     tune: Annotated[
         float | None,
         NOT_NAN,
+        Ge(0),
         Option("Keep the fewest ops in float32 that every output needs for this accuracy.", metavar="DB"),
     ] = None
     rescale: Annotated[

@@ -29,6 +29,7 @@ class TuneConfig(Config):
     min_sqnr: Annotated[
         float | None,
         NOT_NAN,
+        Ge(0),
         Option("Required accuracy of every output.  [default: 40]", metavar="DB"),
     ] = None
     metric_drop: Annotated[

@@ -480,7 +480,7 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     if source.kind not in _KINDS or not report.reached:
         return ""
     least = report.measured_db if report.target_db is None else report.target_db
-    config = ScanConfig(dtype=form.name, device=trials.config.device, min_sqnr=least or 0.0)
+    config = ScanConfig(dtype=form.name, device=trials.config.device, min_sqnr=max(least or 0.0, 0.0))
     half = load_policy("half")
     run_config = RunConfig(half, load_policy("torch-cuda"), form, trials.device, trials.config.seed)
     try:

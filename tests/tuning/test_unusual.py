@@ -12,7 +12,7 @@ from torch import nn
 
 import ampaudit
 from ampaudit.audit.metric import within_drop
-from ampaudit.core.errors import AuditError
+from ampaudit.core.errors import AuditError, UsageError
 from ampaudit.report.tuning import TuningReport
 from ampaudit.tuning.search import Accuracy, Choice
 from ampaudit.tuning.trials import Trials
@@ -208,3 +208,34 @@ def test_a_metric_that_is_no_number_in_float32_is_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(AuditError, match="NaN or infinite in FP32"):
         ampaudit.tune(path, metric_drop=0.1)
+
+
+def test_a_goal_in_the_metric_is_reached_by_outputs_that_are_all_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "class Cancelling(torch.nn.Module):\n"
+        "    def forward(self, x): return (x * 1e-2 + 1000.25) - 1000 - 0.25\n"
+        "def get_model(): return Cancelling().eval()\n"
+        "def example_inputs(): return torch.linspace(-1, 1, 64)\n"
+        "def metric(output, batch): return 1.0\n"
+    )
+    x = torch.linspace(-1, 1, 64)
+    exact, low = ((value * 1e-2 + 1000.25) - 1000 - 0.25 for value in (x, x.half()))
+    assert (low - exact).norm() > exact.norm()
+    report = ampaudit.tune(path, metric_drop=0.1)
+    assert report.reached
+    assert not report.kept
+    assert report.measured_db is not None
+    assert report.measured_db < 0
+    assert report.code == ""
+
+
+@pytest.mark.parametrize("option", [{"min_sqnr": -5.0}, {"metric_drop": -0.1}])
+def test_a_goal_below_zero_is_refused_before_the_model_runs(option: dict[str, float]) -> None:
+    class Unused(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match=next(iter(option))):
+        ampaudit.tune(Unused(), torch.ones(1), **option)
