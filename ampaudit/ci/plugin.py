@@ -31,6 +31,7 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """``assert_safe(model, inputs, ...)``, with the project's defaults; see ``ampaudit.assert_safe``."""
     config = request.config
     folder = config.getoption("--ampaudit-report")
+    started = config.invocation_params.dir  # the test may have changed the working directory
     count = 0
 
     def checked(model: Any, inputs: Any = None, **options: Any) -> Report:
@@ -40,24 +41,31 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
         nonlocal count
         count += 1
-        options.setdefault("policy", config.getini("ampaudit_policy"))
+        options.setdefault("policy", _default_policy(config))
         options.setdefault("dtype", config.getini("ampaudit_dtype"))
         try:
             report = assertion(model, inputs, **options)
         except UnsafeModel as unsafe:
             if folder is not None:
-                path = _write(unsafe.report, Path(folder), request.node.nodeid, count)
-                unsafe.add_note(f"report written to {path}")
+                name = _write(unsafe.report, started / folder, request.node.nodeid, count)
+                unsafe.add_note(f"report written to {Path(folder, name)}")
             raise
         if folder is not None:
-            _write(report, Path(folder), request.node.nodeid, count)
+            _write(report, started / folder, request.node.nodeid, count)
         return report
 
     return checked
 
 
-def _write(report: Report, folder: Path, test: str, number: int) -> Path:
-    """Write a report as JSON and HTML, and return the path of the HTML file."""
+def _default_policy(config: pytest.Config) -> str | Path:
+    """Return the project's policy; the path of a rule file is relative to the ini file."""
+    policy: str = config.getini("ampaudit_policy")
+    beside = config.rootpath if config.inipath is None else config.inipath.parent
+    return beside / policy if (beside / policy).is_file() else policy
+
+
+def _write(report: Report, folder: Path, test: str, number: int) -> str:
+    """Write a report as JSON and HTML, and return the name of the HTML file."""
     from ampaudit.core.files import write_text
     from ampaudit.render.render import as_file
 
@@ -68,4 +76,4 @@ def _write(report: Report, folder: Path, test: str, number: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for form in ("json", "html"):
         write_text(folder / f"{name}.{form}", as_file(report, form), force=True)
-    return folder / f"{name}.html"
+    return f"{name}.html"

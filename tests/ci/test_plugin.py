@@ -64,6 +64,38 @@ def test_in_a_project_of_its_own(tmp_path: Path) -> None:
     assert names == {f"{test}.{form}" for test in tests for form in ("json", "html")}
 
 
+def test_paths_hold_where_a_test_or_pytest_runs_elsewhere(tmp_path: Path) -> None:
+    """Reports are written below the folder where pytest was started; a rule file lies beside the ini file."""
+    (tmp_path / "rules.yaml").write_text("name: ours\ntitle: ours\nextends: [half]\nrules: []\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nampaudit_policy = rules.yaml\n")
+    started, elsewhere = tmp_path / "tests", tmp_path / "elsewhere"
+    started.mkdir()
+    elsewhere.mkdir()
+    (started / "test_moved.py").write_text(
+        "import os, torch\n"
+        "def test_moved(assert_safe):\n"
+        f"    os.chdir({str(elsewhere)!r})\n"
+        "    report = assert_safe(torch.nn.Linear(4, 4).eval(), torch.ones(2, 4))\n"
+        "    assert report.run.policy == 'ours'\n"
+    )
+    for workers in ((), ("-n", "1")):
+        folder = f"reports{len(workers)}"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            *workers,
+            "--ampaudit-report",
+            folder,
+        ]
+        done = subprocess.run(command, cwd=started, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        assert {file.suffix for file in (started / folder).iterdir()} == {".json", ".html"}
+    assert not list(elsewhere.iterdir())
+
+
 def test_each_set_of_parameters_has_its_own_report(tmp_path: Path) -> None:
     tests = f"""{TESTS}
 import pytest
