@@ -18,7 +18,7 @@ from ampaudit.ci.judge import check_codes
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
 from ampaudit.core.config import path_arguments, with_options
 from ampaudit.core.errors import UsageError
-from ampaudit.core.files import temporary_directory, write_text
+from ampaudit.core.files import check_writable, temporary_directory, write_text
 from ampaudit.core.imports import TRACER
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
@@ -63,7 +63,7 @@ def check(
         UsageError: There is no target, or a code or budget is invalid.
     """
     config = CheckConfig.merged(config, options)
-    paths = path_arguments(targets, "targets") or list(config.targets)
+    paths = list(dict.fromkeys(path_arguments(targets, "targets") or config.targets))  # globs may overlap
     if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(config.allow)
@@ -108,9 +108,12 @@ class BaselineFile:
 
     Raises:
         InputError: The file cannot be read or is not a baseline.
+        OutputError: It will be written, and its directory is missing or read-only.
     """
 
     def __init__(self, path: Path, *, update: bool) -> None:
+        if update:
+            check_writable(path, force=True)
         self._path = path
         self._baseline = Baseline()
         if path.exists() or not update:

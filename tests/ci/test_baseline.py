@@ -232,6 +232,14 @@ def test_a_report_is_no_baseline(known: Path, cli: Cli) -> None:
     assert "not a baseline" in done.stderr
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_audit(known: Path, cli: Cli) -> None:
+    (known / "a.py").write_text("raise SystemExit('it ran')\n")
+    done = cli("check", "a.py", "--baseline", "missing/known.json", "--update-baseline", cwd=known)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "no such directory" in done.stderr
+
+
 def test_there_must_be_a_file(known: Path, cli: Cli) -> None:
     done = cli("check", "a.py", "--update-baseline", cwd=known)
     assert done.returncode == 2

@@ -374,6 +374,12 @@ def test_what_an_audit_imports_is_imported_once(tmp_path: Path) -> None:
     assert len(late) < 20, late
 
 
+def test_a_target_is_checked_once(tmp_path: Path) -> None:
+    """Globs in pyproject.toml may overlap."""
+    (path,) = written(tmp_path, {"good": GOOD})
+    assert len(ampaudit.check([path, str(path)], policy="half").targets) == 1
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_parallel_checks_share_the_cores(tmp_path: Path, jobs: int) -> None:
     """A single process keeps torch's default."""
