@@ -563,7 +563,7 @@ class Report(Shown):
         The accuracy of outputs with inf or NaN is that of the repaired run.
         """
         wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
-        return tuple(output for output in self.outputs if output.site in wrong or output.problem)
+        return tuple(o for o in self.outputs if o.site in wrong or o.repaired or o.problem)
 
     @property
     def worst_outputs_first(self) -> tuple[OutputAccuracy, ...]:

@@ -86,6 +86,11 @@ def _broken(report: Report) -> Iterator[str]:
         yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{when}"
     if places == len(errors):
         return
+    passed_on = [output for output in report.outputs if output.repaired] if not places else []
+    for output in passed_on[:1]:  # no op makes it: it is that of an input
+        yield escape_control(f"{output.name} is infinite or NaN in {report.run.dtype}{output.where}")
+    if passed_on:
+        return
     worst = report.worst_output
     code = sum(f.code == OTHER_CODE for f in errors)
     if code and (worst is None or worst.repaired):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import ampaudit
 from ampaudit import scan
+from ampaudit.ci.judge import measured_in
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.render.json import to_json
 from ampaudit.render.render import for_terminal
@@ -191,3 +194,33 @@ def test_names_are_shown_and_never_obeyed(name: str, tmp_path: Any) -> None:
             assert [f.layer for f in report.findings if f.severity == "error"] == [name]
         if "rich" in name:
             assert "[bold]rich[/bold]" in shown
+
+
+class Selects(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.relu, lambda x: torch.cat([x, x]), lambda x: nn.functional.max_pool1d(x, 2), lambda x: x.T],
+)
+def test_an_infinite_input_that_ops_only_pass_on_breaks_the_output(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model, x = Selects(function).eval(), torch.linspace(1e4, 1e5, 64).reshape(8, 8)
+    assert model(x.half()).isinf().any()
+    report = ampaudit.scan(model, x, policy="half")
+    assert report.verdict == "fail"
+    assert report.accuracy == "broken"
+    assert measured_in(report).broken == ("output",)
+    (finding,) = (f for f in report.findings if f.severity == "error")
+    assert "values of an input that float16 cannot hold" in finding.cause
+    assert finding.advice == "scale the input down before the model reads it"
+    assert "FAIL  output is infinite or NaN in float16 (1 error)" in str(report)
+    with pytest.raises(ampaudit.UnsafeModel, match="min-sqnr at output"):
+        ampaudit.assert_safe(model, x, policy="half", allow=finding.code, min_sqnr=20)

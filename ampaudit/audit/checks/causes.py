@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from ampaudit.audit.checks.interface import Cause, Check, CheckContext, cause, finding_at
+from ampaudit.audit.checks.interface import SCALE_INPUT, Cause, Check, CheckContext, cause, finding_at
 from ampaudit.audit.checks.model_code import names_dtype
 from ampaudit.audit.checks.precision import (
     cancellation,
@@ -324,7 +324,7 @@ def _advice(context: CheckContext, site: Site) -> str:
     peak, form = context.observed(site.id).ref_peak, context.number_format
     beyond = context.origins[site.id].input
     if beyond is not None:
-        change, peak = "scale the input down before the model reads it", max(peak, beyond[1])
+        change, peak = SCALE_INPUT, max(peak, beyond[1])
     fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
     other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
     return f"{change}{other}"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SATURATES = 0.3  # relative error from which growth saturates
 HANDS_ON = (Role.VIEW, Role.SELECT)
+SCALE_INPUT = "scale the input down before the model reads it"
 
 
 @dataclass(frozen=True)

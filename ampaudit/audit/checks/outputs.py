@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from ampaudit.audit.checks.interface import (
+    SCALE_INPUT,
     Check,
     CheckContext,
     finding_about,
@@ -111,6 +112,9 @@ def _explain(
     context: CheckContext, culprit: Culprit, comparison: OutputComparison, output: str
 ) -> tuple[str, str, str]:
     """Return code, cause and advice."""
+    if not culprit.sites and comparison.bad:  # an op that made them would be an origin
+        why = f"no op makes them, they are values of an input that {context.number_format.name} cannot hold"
+        return "AMP207", why, SCALE_INPUT
     step = context.step_of(comparison.batch)
     if not culprit.sites and step is not None and step > 1:
         why = f"no op of step {step} stands out: the error has built up over the steps"
