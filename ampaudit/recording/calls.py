@@ -351,6 +351,10 @@ class Recording:
     stopped: str = ""  # why recording has stopped; empty while it goes on
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _header: dict[str, Any] = field(default_factory=dict)
+    _place: Path = field(init=False)  # ``directory``, also if the program changes the working directory
+
+    def __post_init__(self) -> None:
+        self._place = self.directory.absolute()
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a call before it is made. Failures are reported but never raised."""
@@ -404,7 +408,7 @@ class Recording:
             return
         if not self._header:
             self._begin()
-        place = self.directory / call_file(self.calls)
+        place = self._place / call_file(self.calls)
         if tensors:
             with _atomic_file(place.with_suffix(".safetensors")) as stream:
                 stream.write(head)
@@ -421,18 +425,18 @@ class Recording:
         if self.bytes + size > self.config.limit:
             needs = f"call {self.calls} needs {format_bytes(size)} more"
             self._stop(f"{format_bytes(self.bytes)} are written, and {needs}; --max-bytes allows more")
-        elif shutil.disk_usage(self.directory.resolve().parent).free - size < _MIN_FREE:
+        elif shutil.disk_usage(self._place.resolve().parent).free - size < _MIN_FREE:
             self._stop(f"the disk of {describe(self.directory)} is almost full")
         return bool(self.stopped)
 
     def _begin(self) -> None:
         """Create the directory, or empty that of an earlier recording."""
-        check_directory(self.directory, force=self.config.force, ours=RECORDING)
-        if self.directory.is_dir():
+        check_directory(self._place, force=self.config.force, ours=RECORDING)
+        if self._place.is_dir():
             for pattern in (CALL_FILES, CALL_FILES.replace("json", "safetensors"), ".call-*.part"):
-                for old in self.directory.glob(pattern):
+                for old in self._place.glob(pattern):
                     old.unlink()
-        self.directory.mkdir(exist_ok=True)
+        self._place.mkdir(exist_ok=True)
         assert self.module is not None
         versions: dict[str, str] = {"ampaudit": __version__}
         for library in _LIBRARIES:
@@ -451,7 +455,7 @@ class Recording:
 
     def _describe(self, **more: Any) -> None:
         text = json.dumps(self._header | more, indent=1, ensure_ascii=False)
-        write_text(self.directory / RECORDING, f"{text}\n", force=True)
+        write_text(self._place / RECORDING, f"{text}\n", force=True)
 
     def _skip(self, reason: str) -> None:
         self.skipped[reason] += 1

@@ -299,6 +299,27 @@ def test_a_directory_that_disappears_stops_the_recording(
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_program_may_change_its_working_directory(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, elsewhere = tmp_path / "started", tmp_path / "elsewhere"
+    started.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(started)
+    model = nn.Linear(2, 2)
+    with ampaudit.record(model, "calls") as recording:
+        if first:
+            monkeypatch.chdir(elsewhere)
+        model(torch.ones(1, 2))
+        monkeypatch.chdir(elsewhere)
+        model(torch.ones(1, 2))
+    assert recording.summary.startswith("2 of 2 calls")
+    assert len(list((started / "calls").glob("call-*.json"))) == 2
+    assert json.loads((started / "calls" / "recording.json").read_text())["calls"]["made"] == 2
+    assert not list(elsewhere.iterdir())
+
+
 def test_directories_that_are_not_replaced(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     (tmp_path / "mine").mkdir()
