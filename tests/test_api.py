@@ -258,7 +258,7 @@ def wrong_calls(model: Any, x: torch.Tensor) -> dict[str, Any]:
         "batches is of type int\n  next: pass a list": lambda: ampaudit.scan(model, batches=3),  # type: ignore[call-overload]
         "batches is of type Tensor": lambda: ampaudit.scan(model, batches=x),  # type: ignore[call-overload]
         "batches is of type str": lambda: ampaudit.train(model, "x"),  # type: ignore[arg-type]
-        "a dict whose keys are no names": lambda: ampaudit.scan(model, {1: x}),  # type: ignore[dict-item]
+        "a dict whose keys are not names": lambda: ampaudit.scan(model, {1: x}),  # type: ignore[dict-item]
         "source is of type dict": lambda: ampaudit.scan(model, x, source={"seed": 1}),  # type: ignore[call-overload]
         "policy = \\[\\]": lambda: ampaudit.scan(model, x, policy=[]),
         "the policy is of type int": lambda: ampaudit.scan(model, x, policy=[3]),  # type: ignore[list-item]
@@ -276,7 +276,7 @@ def wrong_calls(model: Any, x: torch.Tensor) -> dict[str, Any]:
         "unknown loss-scale profile '3'": lambda: ampaudit.scaler(3),  # type: ignore[arg-type]
         "pass the module that is trained": lambda: ampaudit.prepare("model.py"),  # type: ignore[arg-type]
         "the optimizer is of type int": lambda: ampaudit.prepare(model, 3),  # type: ignore[arg-type]
-        "NoneType is no torch optimizer": lambda: ampaudit.watch(model, None),  # type: ignore[arg-type]
+        "NoneType is not a torch optimizer": lambda: ampaudit.watch(model, None),  # type: ignore[arg-type]
         "the model is of type NoneType": lambda: ampaudit.watch(None, optimizer),  # type: ignore[arg-type]
         "allow is of type int": lambda: ampaudit.assert_safe(model, x, allow=3),  # type: ignore[arg-type]
         "--allow AMP1O1": lambda: ampaudit.assert_safe(model, x, allow="AMP1O1"),

@@ -42,7 +42,7 @@ SHOWN = 2  # changes per error: the smallest, and one of another kind
 ALIKE_DB = 3.0  # rounding alone makes alternatives differ by less
 EXACT_DB = 80.0  # no 16-bit format shows more
 UNNAMED = ("AMP101", "AMP103")  # whose advice is general: no cause is known
-NOT_RUN = "the model cannot be run so"
+NOT_RUN = "the model cannot be run this way"
 
 
 def _same(first: Outputs, second: Outputs) -> bool:

@@ -152,7 +152,8 @@ def _batch(item: Any) -> Batch:
         return Batch((), dict(item))
     if isinstance(item, Sequence) and not isinstance(item, str):
         return Batch(tuple(item))
-    what = "a dict whose keys are no names" if isinstance(item, Mapping) else f"of type {type(item).__name__}"
+    is_dict = isinstance(item, Mapping)
+    what = "a dict whose keys are not names" if is_dict else f"of type {type(item).__name__}"
     raise InputError(f"inputs are {what}", hint=_HOW if isinstance(item, Iterable) else _ONE)
 
 

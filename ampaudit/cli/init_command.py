@@ -48,7 +48,7 @@ def init_command(directory: Path, output: Path | None, *, force: bool, debug: bo
     from ampaudit.linter.discovery import find_files
 
     if not directory.is_dir():
-        what = "is no directory" if directory.exists() else "no such directory"
+        what = "is not a directory" if directory.exists() else "no such directory"
         raise InputError(f"{describe_path(directory)}: {what}", hint="name the directory of a project")
     output = directory / _NAME if output is None else output
     check_writable(output, force=force)

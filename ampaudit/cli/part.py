@@ -83,6 +83,6 @@ def options_of_words(
     )
     if strange := sorted(names - _PART_OPTIONS - {"model"}):
         raise InputError(
-            f"the parts name an option that is none of an audit: {strange[0]}", hint="write them again"
+            f"the parts name an option that audits do not have: {strange[0]}", hint="write them again"
         )
     return {name: value for name, value in parsed.params.items() if name != "model"}, names - {"model"}

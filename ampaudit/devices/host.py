@@ -131,7 +131,7 @@ def _switches() -> dict[str, str]:
         for name, text in meaning.items()
     }
     switches["torch.backends.cudnn.allow_tf32"] = (
-        f"{torch.backends.cudnn.allow_tf32}: the same of convolutions"
+        f"{torch.backends.cudnn.allow_tf32}: the same for convolutions"
     )
     switches["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
     return switches
@@ -147,7 +147,7 @@ def render_machine(machine: Host) -> RenderableType:
             device = devices[host_device.entry]
             rows = [("kind", device.generation), ("advice", device.advice)]
             parts.append(hanging((Text(f"  {label}", "dim"), Text(text)) for label, text in rows))
-    parts += [Text(), Text(f"Switches of torch {escape_control(machine.torch)}", "bold")]
+    parts += [Text(), Text(f"Settings of torch {escape_control(machine.torch)}", "bold")]
     parts += [
         Text.assemble((f"  {name}\n", "dim"), f"    {value}") for name, value in machine.switches.items()
     ]

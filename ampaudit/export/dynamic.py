@@ -190,7 +190,7 @@ def _axes_of(
         if dimension.strip() == _FIXED:
             yield size
         elif match is None:
-            raise UsageError(f"--dynamic: {describe(dimension)!r} is no name of a dimension", hint=_FORM)
+            raise UsageError(f"--dynamic: {describe(dimension)!r} is not a name for a dimension", hint=_FORM)
         else:
             name, low, high = match.groups()
             if low is not None:

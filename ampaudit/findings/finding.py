@@ -220,7 +220,7 @@ class CombinedPolicy:
         """The change and the remaining errors."""
         if self.outcome == "cure":
             return f"{self.change}: no error is left"
-        return f"{self.change}: left are {', '.join(self.left)}"
+        return f"{self.change}: these errors are left: {', '.join(self.left)}"
 
     def saved_in(self, directory: Path) -> str:
         """Return the rule file with the path that it extends, if any, as seen from a directory."""

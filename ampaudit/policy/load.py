@@ -179,7 +179,8 @@ def _with_inherited(
     if dropped:
         name = min(dropped)
         problem = f"no inherited rule has the id {describe(name)!r}"
-        raise document.error(("drop", file.drop.index(name)), problem, "see ampaudit rules show")
+        hint = "'ampaudit rules show NAME' prints the rules of a policy"
+        raise document.error(("drop", file.drop.index(name)), problem, hint)
     joined = file.model_copy(update=inherited | {"rules": tuple(rules)})
     return Loaded(document.path, joined, ops, tuple(_warnings(document, file, ops, joined)))
 
@@ -613,7 +614,7 @@ def _reject_unsafe(text: str, path: Path) -> None:
             problem = "YAML tags are not allowed in a rule file"
             hint = "a rule file is plain data: remove the tag"
         elif isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.match(event.value):
-            problem, hint = "a number of more than 100 digits", "quote it if it is none"
+            problem, hint = "a number of more than 100 digits", "quote it if it is text"
         elif depth > MAX_DEPTH:
             problem, hint = "nested too deeply", "see docs/rules.md"
         else:

@@ -424,7 +424,7 @@ class Recording:
     def _is_full(self, size: int) -> bool:
         if self.bytes + size > self.config.limit:
             needs = f"call {self.calls} needs {format_bytes(size)} more"
-            self._stop(f"{format_bytes(self.bytes)} are written, and {needs}; --max-bytes allows more")
+            self._stop(f"{format_bytes(self.bytes)} are written, and {needs}; raise --max-bytes for more")
         elif shutil.disk_usage(self._place.resolve().parent).free - size < _MIN_FREE:
             self._stop(f"the disk of {describe(self.directory)} is almost full")
         return bool(self.stopped)

@@ -379,7 +379,7 @@ def _trace_backward(
 def _unseen_hooks(model: nn.Module) -> Iterator[str]:
     """Yield a note for each kind of hook that a trace cannot follow."""
     if any(module._backward_hooks and module._is_full_backward_hook is False for module in model.modules()):
-        yield "backward hooks of modules that are not full ones are not followed"
+        yield "backward hooks from Module.register_backward_hook are not followed"
     if any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
         yield AFTER_ACCUMULATION
 

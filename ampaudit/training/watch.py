@@ -207,7 +207,7 @@ def _unwrapped(optimizer: Any) -> Any:
 def _check_optimizer(optimizer: Any, names: dict[int, str]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise UsageError(f"{kind} is no torch optimizer", hint="make the optimizer first, and pass it")
+        raise UsageError(f"{kind} is not a torch optimizer", hint="make the optimizer first, and pass it")
     if not any(id(p) in names for p in parameters_of(optimizer)):
         raise UsageError(
             "the optimizer holds no parameter of the model", hint="pass the model that it was made from"
@@ -221,6 +221,6 @@ def _scaler(scaler: Any, optimizer: Any) -> Any:
         return None
     if not hasattr(scaler, "is_enabled") or not hasattr(scaler, "step"):
         raise UsageError(
-            f"{type(scaler).__name__} is no GradScaler of torch", hint="pass the GradScaler inside it"
+            f"{type(scaler).__name__} is not a torch GradScaler", hint="pass the GradScaler inside it"
         )
     return scaler if scaler.is_enabled() else None

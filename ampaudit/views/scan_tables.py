@@ -441,7 +441,7 @@ def scales_that_suit(backward: BackwardReport) -> str:
 def _choice(backward: BackwardReport, advice: ScaleAdvice) -> str:
     """Return which of the suitable scales to use; empty if none is needed."""
     if advice.high < 0:
-        return "; all are less than no scaling at all"
+        return "; all are below 1"
     return f"; use {format_power(backward.suggested)}" if backward.suggested is not None else ""
 
 

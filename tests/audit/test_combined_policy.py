@@ -220,7 +220,7 @@ def test_what_no_rule_cures_is_named() -> None:
     assert combined.outcome == "fix"
     assert combined.title == "One policy for some of the errors"
     assert combined.left == ("AMP101 at (top)/to",)
-    assert combined.in_words.endswith(": left are AMP101 at (top)/to")
+    assert combined.in_words.endswith(": these errors are left: AMP101 at (top)/to")
     assert "branches.left.up/linear" in combined.text
     assert combined.code == ""
 

@@ -242,7 +242,7 @@ def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
         (["idz=rows,length"], "did you mean 'ids'"),
         (["ids"], "INPUT=DIM"),
         (["ids=rows"], r"2 dimensions \(2, 6\)"),
-        (["ids=rows,1x"], "no name of a dimension"),
+        (["ids=rows,1x"], "not a name for a dimension"),
         (["ids=same,same"], "same is 2 in ids and 6 in ids"),
         (["ids=rows:9-3,length"], "range of rows is empty"),
         (["ids=rows:0-0,length"], "range of rows is empty"),

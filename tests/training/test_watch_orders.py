@@ -686,9 +686,9 @@ def test_mistakes_are_said() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for arguments, message in (
         ((optimizer, net), "the model is of type SGD"),
-        ((net, torch.optim.SGD), "SGD is no torch optimizer"),
+        ((net, torch.optim.SGD), "SGD is not a torch optimizer"),
         ((net, []), "no optimizer to watch"),
-        ((net, optimizer, object()), "object is no GradScaler"),
+        ((net, optimizer, object()), "object is not a torch GradScaler"),
     ):
         with pytest.raises(UsageError, match=message):
             ampaudit.watch(*arguments)  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ def _attributes(model: nn.Module, flow: Flow, stream: Stream, bits: int) -> tupl
             module = nn.Module()
         name = _attribute(module, old)
         if name is None:
-            raise Refusal(f"{argument}={old:.3g} of {site.id} is no attribute of its layer")
+            raise Refusal(f"{argument}={old:.3g} of {site.id} is not an attribute of its layer")
         change = AttributeChange(site.layer, name, old, math.ldexp(old, -bits * degree))
         if changes.setdefault((site.layer, name), change) != change:
             raise Refusal(f"{site.layer}.{name} would have to scale in two ways")
@@ -217,7 +217,7 @@ def _loss(model: nn.Module, weights: Mapping[str, int], form: NumberFormat) -> f
     for name, power in weights.items():
         tensor = tensors.get(name)
         if tensor is None or tensor.data_ptr() == 0:
-            raise Refusal(f"{name} is no weight in memory")
+            raise Refusal(f"{name} is not a weight that is held in memory")
         if _overlaps(tensor, tensors.values()):
             raise Refusal(f"{name} shares memory with another weight")
         tensor = tensor.detach()

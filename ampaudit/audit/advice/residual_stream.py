@@ -56,7 +56,7 @@ _EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 _FILLS = having("constant", "reads_shape")
 _REPAIRS = 20_000  # needs met; each gives a weight its degree
 _CHANGES = 4  # of the degree of one weight
-_ENDLESS = "the search for the weights that scale the stream did not end"
+_ENDLESS = "the search for the weights that scale the stream was given up"
 _READING = frozenset("pow square mean sum var mul isinf isnan isfinite".split())
 _READS = "a product reads the stream"
 

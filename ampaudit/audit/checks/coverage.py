@@ -27,7 +27,7 @@ from ampaudit.trace.values import fake_arguments
 
 _OPAQUE_OF_ONNX = "export it as other operators: docs/onnx-operators.md lists those that are audited inside"
 _NO_KERNEL_ADVICE = "call it on x.float(); a rule with cast: float32 does the same"
-_NO_KERNEL_OF_ONNX = "nothing has to be done: ampaudit convert casts what the node takes and gives"
+_NO_KERNEL_OF_ONNX = "nothing has to be done: ampaudit convert casts the inputs and outputs of the node"
 # LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16
 _PREFIXES = ("linalg_", "_linalg")
 _OUTSIDE = "what other code makes of them is taken from FP32"
@@ -121,14 +121,14 @@ def find_not_taken(context: CheckContext) -> Iterator[Finding]:
     gap = modules_not_run(context)
     if gap is not None:
         cause = f"no input runs {gap.op}"
-        advice = "also scan inputs that take them"
+        advice = "also scan inputs that run them"
         layer = gap.site.rpartition("/")[0]
         yield finding_about("AMP903", gap.site, layer, cause, advice)
 
 
 def find_opaque(context: CheckContext) -> Iterator[Finding]:
     """Yield one note per op without a twin, at its first site."""
-    advice = "say what it computes with ampaudit.twin(), and its inside is audited"
+    advice = "register a twin with ampaudit.twin(), so that its inside is audited"
     for finding in findings_on_gaps("AMP904", advice, context):
         of_onnx = str(finding.op).startswith("onnxruntime")
         yield replace(finding, advice=_OPAQUE_OF_ONNX) if of_onnx else finding

@@ -135,7 +135,7 @@ def find_code_unknown(context: CheckContext) -> Iterator[Finding]:
         return
     place = code.place
     severity = Severity.NOTE if place is None and not code.untraced else Severity.WARNING
-    alike = "nor traced" if code.untraced else "its trace is alike"
+    alike = "nor traced" if code.untraced else "its trace does not differ"
     if place is not None:
         alike = describe_difference(place, context.number_format.name)
     cause = f"the FP32 model could not be run eagerly ({code.failure}); {alike}"
@@ -202,7 +202,8 @@ def find_hard_cast(context: CheckContext) -> Iterator[Finding]:
         if other and site.decision.reason != "author":
             name = dtype_name(site.dtype)
             cause = f"the code asks for {name}, and this run is in {context.number_format.name}"
-            yield finding_at(context, site, "AMP302", cause, "write x.to(y.dtype) of a tensor y beside it")
+            advice = "write x.to(y.dtype), where y is a tensor that x is combined with"
+            yield finding_at(context, site, "AMP302", cause, advice)
         elif site.dtype is torch.float32 and (undone := _undone(context, site)) is not None:
             cause = f"the code asks for float32, and the policy casts the value down again for {undone.id}"
             advice = "switch autocast off for that line: with torch.autocast(device, enabled=False)"

@@ -113,7 +113,7 @@ def _explain(
 ) -> tuple[str, str, str]:
     """Return code, cause and advice."""
     if not culprit.sites and comparison.bad:  # an op that made them would be an origin
-        why = f"no op makes them, they are values of an input that {context.number_format.name} cannot hold"
+        why = f"no op makes them: they are values of an input that {context.number_format.name} cannot hold"
         return "AMP207", why, SCALE_INPUT
     step = context.step_of(comparison.batch)
     if not culprit.sites and step is not None and step > 1:

@@ -173,14 +173,12 @@ def _overflow(
             cures = [f"divide the loss by {format_power(-whole)}"] if suits and suits.exists else []
             if not others:
                 cures.append(f"keep {_layer(_holder(context, origin))} in float32")
-            advice = f"a loss scale of at most {format_power(whole)} fits: less than no scaling at all; "
+            advice = f"a loss scale of at most {format_power(whole)} fits, which is below 1: "
             advice += f"{', or '.join(cures)}{_or_bfloat16(context)}"
         elif whole < 0 and suits is not None:
             exempt = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
-            advice += (
-                f" this op, but the whole model needs {format_power(whole)} or less, which is less than no"
-            )
-            advice += f" scaling at all: keep {exempt} in float32{_or_bfloat16(context)}"
+            advice += f" this op, but the whole model needs {format_power(whole)} or less, which is below 1: "
+            advice += f"keep {exempt} in float32{_or_bfloat16(context)}"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING
