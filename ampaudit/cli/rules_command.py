@@ -237,7 +237,7 @@ def render_diff(
     parts: list[RenderableType] = [
         Text.assemble(
             ("diff  ", "bold"),
-            f"{first.name} and {second.name} treat {len(rows)} of the {total} ops that they name differently",
+            f"{first.name} and {second.name} differ in {len(rows)} of the {total} ops that they name",
         )
     ]
     if groups:

@@ -48,7 +48,7 @@ class ConvertConfig(PolicyConfig):
     ] = None
     rescale: Annotated[
         bool,
-        Option("Rescale residual streams that overflow by powers of two, where the graph proves it exact."),
+        Option("Rescale overflowing residual streams by powers of two, where the graph proves it exact."),
     ] = False
     dynamic: Annotated[
         Texts,

@@ -137,9 +137,9 @@ class LossScaler(GradScaler):
             return
         if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters_of(optimizer)):
             raise UsageError(
-                "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
-                "rounding, and torch unscales no float16 gradients",
-                hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
+                "the optimizer holds float16 parameters (model.half()?): small updates of them are lost "
+                "in rounding, and torch does not unscale float16 gradients",
+                hint="keep parameters in float32: use autocast, or ampaudit.prepare with policy='apex-o2'",
             )
         super().unscale_(optimizer)
         self._agree(optimizer)

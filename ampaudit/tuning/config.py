@@ -51,7 +51,7 @@ class TuneConfig(Config):
             accepts="str | Device | None",
         ),
     ] = None
-    exhaustive: Annotated[bool, Option("Check that each op is needed, by one run per op in float32.")] = False
+    exhaustive: Annotated[bool, Option("Check that each op in float32 is needed, by one run per op.")] = False
     device: DeviceName = "auto"
     seed: Seed = 0
     twins: TwinFile = None

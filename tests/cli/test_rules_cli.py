@@ -140,7 +140,7 @@ def test_diff_of_two_policies() -> None:
     assert found["scaled_dot_product_attention"] == ("lower (speed)", "follow (default)")
     assert "linear" not in found
     same = run("rules", "diff", "torch-cuda", "torch-cuda")
-    assert "treat 0 of the 119 ops" in same.stdout
+    assert "differ in 0 of the 119 ops" in same.stdout
 
 
 def test_diff_on_a_model_names_the_layers_that_differ(model: str) -> None:

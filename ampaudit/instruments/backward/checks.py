@@ -314,7 +314,7 @@ def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
     low, high = scale_advice.low_at or "(top module)", scale_advice.high_at or "(top module)"
     cause = (
         f"the gradients of {high} overflow from 2^{scale_advice.high + 1} on; those of {low} need "
-        f"{format_power(scale_advice.low)} for half of them not to be zero in {form.name}"
+        f"{format_power(scale_advice.low)} for half of them to be nonzero in {form.name}"
     )
     advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients closer together"
     finding = finding_about(
