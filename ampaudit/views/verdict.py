@@ -86,13 +86,12 @@ def _broken(report: Report) -> Iterator[str]:
         yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{when}"
     if places == len(errors):
         return
-    passed_on = [output for output in report.outputs if output.repaired] if not places else []
-    for output in passed_on[:1]:  # no op makes it: it is that of an input
-        yield escape_control(f"{output.name} is infinite or NaN in {report.run.dtype}{output.where}")
-    if passed_on:
-        return
     worst = report.worst_output
     code = sum(f.code == OTHER_CODE for f in errors)
+    broken = next((output for output in report.outputs if output.repaired), None)
+    if broken is not None and not places and not code:  # no op makes it: it is that of an input
+        yield escape_control(f"{broken.name} is infinite or NaN in {report.run.dtype}{broken.where}")
+        return
     if code and (worst is None or worst.repaired):
         yield _differing(code, "FP32")
     elif worst is None:
