@@ -611,4 +611,5 @@ def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Argume
         else isinstance(value, Model) and interpreter.state.weights_cast(value.key)
         for value in arguments.all()
     )
-    return info.relevant or (is_16_bit and not file_number(info.node))
+    is_expression = isinstance(info.node.body[0], ast.Return)
+    return info.relevant or ((is_16_bit or is_expression) and not file_number(info.node))

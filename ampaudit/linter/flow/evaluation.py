@@ -16,7 +16,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.objects import cast_weights, freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
-from ampaudit.linter.flow.syntax import dotted_name, last_component, mentions, module_of
+from ampaudit.linter.flow.syntax import dotted_name, last_component, mentions, module_of, resets_count
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
@@ -42,6 +42,7 @@ from ampaudit.linter.flow.values import (
     Model,
     Optimizer,
     Parameters,
+    Remainder,
     Scaler,
     ScaleReading,
     Tensor,
@@ -162,6 +163,8 @@ def _if(interpreter: Interpreter, node: ast.If) -> None:
     if truth is not None:
         interpreter.execute(node.body if truth else node.orelse)
         return
+    if resets_count(node):
+        interpreter.tests_of_counts.add(node.test)
     before = interpreter.state.copy()
     with interpreter.entered(interpreter.point.inside("if", node)):
         interpreter.execute(node.body)
@@ -357,12 +360,16 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         return matrix_product(interpreter, node, [left, right])
     if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):
         return UNKNOWN
+    is_computed = isinstance(left, Tensor) and left is not UNSCALED_TENSOR
+    if isinstance(node.op, ast.Mod) and not (is_computed or isinstance(literal_of(left), str)):
+        return Remainder()
     return combine(node, left, right, interpreter)
 
 
 def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     value = interpreter.evaluate(node.operand)
-    return value if isinstance(value, Tensor) and isinstance(node.op, ast.USub) else UNKNOWN
+    is_kept = isinstance(node.op, ast.USub) and isinstance(value, Tensor)
+    return value if is_kept or isinstance(value, Remainder) else UNKNOWN
 
 
 def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
@@ -372,6 +379,8 @@ def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
         decisive = isinstance(node.op, ast.Or)  # the truth of one operand that decides the whole
         return decisive if decisive in truths else None if None in truths else not decisive
     value = interpreter.evaluate(node)
+    if isinstance(value, Remainder):
+        interpreter.tests_of_counts.add(node)
     if isinstance(value, Scaler) and interpreter.state.holds_scaler(value):
         return True
     if isinstance(value, LiteralValue) and not (value.is_given or isinstance(node, ast.Constant)):
@@ -380,10 +389,9 @@ def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
 
 
 def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice | ast.Yield) -> Value:
-    for part in ast.iter_child_nodes(node):
-        if isinstance(part, ast.expr):
-            interpreter.evaluate(part)
-    return UNKNOWN
+    parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+    values = list(map(interpreter.evaluate, parts))
+    return next((value for value in values if isinstance(value, Remainder)), UNKNOWN)
 
 
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
@@ -396,6 +404,8 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record(ScaleCompared, node)
     operands = (left, *others)
+    if any(isinstance(value, Remainder) for value in operands):
+        return Remainder()
     is_mask = not any(isinstance(value, LiteralValue) for value in operands)
     is_mask = is_mask or any(isinstance(value, Tensor) and value.node is not None for value in operands)
     return Tensor(dtype="integer", node=node) if is_mask else UNKNOWN

@@ -154,6 +154,7 @@ class Interpreter:
         self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
         self.scalers: dict[str, Scaler] = {}
         self.escaped: set[str] = set()
+        self.tests_of_counts: set[ast.expr] = set()  # conditions that hold for some batches only
         self.models_by_optimizer: dict[str, frozenset[str]] = {}
         self.half_parameter: ast.AST | None = None  # of the module that is being made
         self.dtype_uses = DtypeUses()

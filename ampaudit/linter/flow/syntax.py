@@ -108,6 +108,15 @@ def tests_remainder(test: ast.AST) -> bool:
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in walk(test))
 
 
+def resets_count(node: ast.If) -> bool:
+    """Return whether a condition is on a count that its body sets to zero, as in ``if count == 4:``."""
+    if not isinstance(node.test, ast.Compare) or not isinstance(node.test.ops[0], ast.Eq | ast.Gt | ast.GtE):
+        return False
+    count = dotted_name(node.test.left)
+    resets = (s for s in node.body if isinstance(s, ast.Assign) and count in map(dotted_name, s.targets))
+    return count != "" and any(isinstance(s.value, ast.Constant) and s.value.value == 0 for s in resets)
+
+
 def enters_autocast(node: ast.With) -> bool:
     """Return whether a ``with`` statement names autocast."""
     return any(mentions(item.context_expr, "autocast") for item in node.items)

@@ -148,6 +148,11 @@ class Truth:
 
 
 @value_class(frozen=True, slots=True)
+class Remainder:
+    """A remainder such as that of a count of batches, or a test of one, as in ``(i + 1) % 4 == 0``."""
+
+
+@value_class(frozen=True, slots=True)
 class KnownItems:
     """A tuple or list of known items; ``repeated`` if one item stands for those of a comprehension."""
 
@@ -379,10 +384,10 @@ class Managed:
 
 
 Value: TypeAlias = (
-    "Unknown | ImportedName | LiteralValue | Truth | KnownItems | StateDict | DictLiteral | Optimizer"
-    " | Scaler | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | Tensor"
-    " | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function | Class"
-    " | BoundMethod | Instance | Partial"
+    "Unknown | ImportedName | LiteralValue | Truth | Remainder | KnownItems | StateDict | DictLiteral"
+    " | Optimizer | Scaler | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler"
+    " | Tensor | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function"
+    " | Class | BoundMethod | Instance | Partial"
 )
 
 

@@ -42,7 +42,7 @@ Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 
 @lru_cache(maxsize=1)
-def _accumulations(followed: EntryPointFollowed) -> list[tuple[list[Event], list[Event]]]:
+def _accumulations(flow: Interpreter, followed: EntryPointFollowed) -> list[tuple[list[Event], list[Event]]]:
     """Return the events of the branches that step only for some batches, and which of them are for each.
 
     They are branches of loops, or of functions that are called for each batch. Several rules ask for them.
@@ -50,28 +50,30 @@ def _accumulations(followed: EntryPointFollowed) -> list[tuple[list[Event], list
     events, accumulations = followed.events, []
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward)):
         inside = [e for e in events if (e.loop is None if loop is None else e.is_inside(loop))]
-        if not any(_is_on_count(loop, e) for e in of_type(inside, StepEvent)):
+        if not any(_is_on_count(flow, loop, e) for e in of_type(inside, StepEvent)):
             continue
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
-        for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
-            there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
+        for branch in dict.fromkeys(branch_of(flow, loop, e) for e in backwards):
+            there = [e for e in inside if branch_of(flow, loop, e)[: len(branch)] == branch]
             steps = of_type(there, StepEvent)
             # another condition on a count may be that of the step, written once more
-            always = [e for e in there if branch_of(loop, e) == branch and not _is_on_count(loop, e)]
-            is_gated = bool(steps) and all(_is_on_count(loop, e) for e in steps)
-            if is_gated and all(e in always for e in backwards if branch_of(loop, e) == branch):
+            always = [
+                e for e in there if branch_of(flow, loop, e) == branch and not _is_on_count(flow, loop, e)
+            ]
+            is_gated = bool(steps) and all(_is_on_count(flow, loop, e) for e in steps)
+            if is_gated and all(e in always for e in backwards if branch_of(flow, loop, e) == branch):
                 accumulations.append((there, always))
     return accumulations
 
 
-def branch_of(loop: ast.AST | None, event: Event) -> Branch:
+def branch_of(flow: Interpreter, loop: ast.AST | None, event: Event) -> Branch:
     """Return the conditions between a loop and an event but for those on a count, each with its side."""
     guards = event.guards_inside(loop)
     following = (*(guard.node for guard in guards[1:]), event.node)
     return tuple(
         (guard.node, side_of(guard.node, node))
         for guard, node in zip(guards, following, strict=False)
-        if guard.kind == "if" and not _is_on_remainder(guard)
+        if guard.kind == "if" and not _is_on_remainder(flow, guard)
     )
 
 
@@ -92,20 +94,27 @@ def side_of(condition: ast.AST, node: ast.AST) -> str:
     return ""
 
 
-def _is_on_count(loop: ast.AST | None, event: Event) -> bool:
+def _is_on_count(flow: Interpreter, loop: ast.AST | None, event: Event) -> bool:
     """Return whether a condition in a loop lets an event happen only for some batches."""
-    return any(_is_on_remainder(guard) for guard in event.guards_inside(loop))
+    return any(_is_on_remainder(flow, guard) for guard in event.guards_inside(loop))
 
 
-def _is_on_remainder(guard: Guard) -> bool:
+def _is_on_remainder(flow: Interpreter, guard: Guard) -> bool:
+    """Return whether a guard is a condition on a count of batches, which the flow may have followed."""
+    test = getattr(guard.node, "test", None)
+    follows = test is not None and not flow.tests_of_counts.isdisjoint(ast.walk(test))
+    return guard.kind == "if" and (follows or _tests_remainder(guard))
+
+
+def _tests_remainder(guard: Guard) -> bool:
     """Return whether a guard is a condition on a remainder, as in ``(i + 1) % accumulate == 0``."""
     test = getattr(guard.node, "test", None)
     return guard.kind == "if" and test is not None and tests_remainder(test)
 
 
 @rule("AMP810", EntryPointFollowed)
-def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    for _events, always in _accumulations(followed):
+def _unscaled_for_each_batch(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    for _events, always in _accumulations(flow, followed):
         for event in of_type(always, ScalerUnscale):
             yield Mistake(
                 event.node,
@@ -116,9 +125,9 @@ def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> It
 
 
 @rule("AMP806", EntryPointFollowed)
-def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _updated_for_each_batch(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for an update that raises after a batch without a step, as nothing has looked for infinities."""
-    for events, always in _accumulations(followed):
+    for events, always in _accumulations(flow, followed):
         stepped = {event.scaler for event in of_type(events, ScalerStep)}
         looked = {event.scaler for event in of_type(always, ScalerUnscale)}
         for event in of_type(always, ScalerUpdate):
@@ -131,8 +140,8 @@ def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Ite
 
 
 @rule("AMP830", EntryPointFollowed)
-def _never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    for events, always in _accumulations(followed):
+def _never_divided(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    for events, always in _accumulations(flow, followed):
         if any(isinstance(e, GradientRead | UnknownBackward) for e in events):
             continue
         for event in of_type(always, Backward):
@@ -181,7 +190,7 @@ def _rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mis
             optimizers = ("", event.optimizer)  # a model's zero_grad names none
             zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
             calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
-            is_gated = bool(zeroed) and all(_is_on_count(loop, e) for e in zeroed)
+            is_gated = bool(zeroed) and all(any(map(_tests_remainder, e.guards_inside(loop))) for e in zeroed)
             if not is_gated or len(calls) != len(event.guards_inside(loop)):
                 continue
             attributes = (node for node in walk(loop) if isinstance(node, ast.Attribute))

@@ -159,11 +159,11 @@ def _bypassing(event: Event, framework: Framework | None, certainty: Certainty) 
 
 
 @rule("AMP815", EntryPointFollowed)
-def _scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _scaled_twice(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     for event in of_type(followed.events, ScalerScale):
-        branch = branch_of(None, event)
+        branch = branch_of(flow, None, event)
         backwards = of_type(followed.events, ManagedBackward)
-        beside = [e.managed.scales for e in backwards if not excludes(branch, branch_of(None, e))]
+        beside = [e.managed.scales for e in backwards if not excludes(branch, branch_of(flow, None, e))]
         if any(beside):
             yield Mistake(
                 event.node,
