@@ -102,3 +102,63 @@ def test_a_condition_on_a_count_that_is_passed() -> None:
     with pytest.raises(AssertionError, match="No inf checks"):
         run(wrong, torch.nn.Linear(4, 4))
     assert found(wrong) == UPDATED
+
+
+ANEW = """
+def make():
+    return torch.amp.GradScaler("cuda")
+
+
+class Client:
+    def __init__(self, model):
+        self.model, self.scaler = model, make()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, x, y):
+        {}
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(self.model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.step(x, y)
+
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        scaler = {}
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+KEPT = make()
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_method", "in_loop", "codes"),
+    [
+        ("scaler = self.scaler", "KEPT", {}),
+        ("scaler = make()", "KEPT", {"AMP814": Severity.ERROR}),
+        ("scaler = torch.amp.GradScaler('cuda')", "KEPT", {"AMP814": Severity.ERROR}),
+        ("scaler = self.scaler", "make()", {"AMP814": Severity.ERROR}),
+        (
+            "if self.scaler is None:\n            self.scaler = make()\n        scaler = self.scaler",
+            "KEPT",
+            {},
+        ),
+    ],
+)
+def test_a_scaler_that_a_loop_makes_for_an_optimizer_that_lives_on(
+    in_method: str, in_loop: str, codes: dict[str, Severity]
+) -> None:
+    assert found(ANEW.format(in_method, in_loop)) == codes

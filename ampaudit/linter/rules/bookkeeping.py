@@ -11,7 +11,6 @@ from ampaudit.linter.flow.events import (
     CheckpointSaved,
     EntryPointFollowed,
     Event,
-    Guard,
     NumberRead,
     OptimizerMade,
     OptimizerRestored,
@@ -28,6 +27,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.statement_context import conditions_around
 from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
@@ -46,19 +46,23 @@ def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 
 
 @rule("AMP814", EntryPointFollowed)
-def _made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
     for creation in of_type(events, ScalerMade):
-        calls = [i for i, guard in enumerate(creation.guards) if isinstance(guard.node, ast.Call)]
+        if any(_tests_absence(condition) for condition in conditions_around(flow.linked, creation.node)):
+            continue  # made once, where it is first used
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
             inside = [event for event in events if event.is_inside(guard.node)]
             # a loop around the call of the function that creates it may train one model per call
-            outlives_call = index > max(calls, default=-1) or _makes_optimizer_before(events, guard.node)
+            call = next((g for g in creation.guards[index:] if isinstance(g.node, ast.Call)), None)
+            steps = [e for e in of_type(inside, ScalerStep) if e.scaler == creation.scaler]
+            used_outside = call is None or any(call not in e.guards for e in steps)
+            is_made_before = any(e.optimizer and not e.optimizer.startswith("name ") for e in steps)
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
-            if trains and not of_type(inside, OptimizerMade) and outlives_call:
+            if trains and not of_type(inside, OptimizerMade) and (used_outside or is_made_before):
                 yield Mistake(
                     creation.node,
                     "a new scaler in every iteration forgets the scale it has found and starts at 65,536 "
@@ -67,18 +71,9 @@ def _made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
                 )
 
 
-def _makes_optimizer_before(events: list[Event], loop: ast.AST) -> bool:
-    """Return whether an optimizer was made in the function of a loop, before it."""
-    index, around = next((i, e.guards) for i, e in enumerate(events) if e.is_inside(loop))
-    outside = around[: next(i for i, guard in enumerate(around) if guard.node is loop)]
-    creations = of_type(events[:index], OptimizerMade)
-    return any(
-        e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in creations
-    )
-
-
-def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
-    return [guard for guard in guards if guard.kind == "call"]
+def _tests_absence(test: ast.expr) -> bool:
+    """Return whether a condition is like ``self.scaler is None`` or ``not scaler``."""
+    return isinstance(test, ast.UnaryOp | ast.Compare | ast.Call) and mentions(test, "scaler")
 
 
 @rule("AMP823", NumberRead)
