@@ -96,7 +96,7 @@ def _imported(interpreter: Interpreter) -> State:
     """Return the state after the definitions at module level of the imported files."""
     with contextlib.suppress(StepLimitReached):
         for script in interpreter.linked.imported.values():
-            with interpreter.entered(ProgramPoint(script, [], [], [], -script.number, muted=True)):
+            with interpreter.entered(ProgramPoint(script, [], [], [], [], -script.number, muted=True)):
                 interpreter.execute([node for node in script.tree.body if isinstance(node, _DEFINING)])
     interpreter.events.clear()
     interpreter.called.clear()
@@ -149,7 +149,7 @@ def _run(
 ) -> list[Event]:
     interpreter.path_state, interpreter.guesses = start.fork(), False
     main = interpreter.linked.main
-    point = ProgramPoint(main, [], [], [], autocast=context)
+    point = ProgramPoint(main, [], [], [], [], autocast=context)
     with contextlib.suppress(StepLimitReached), interpreter.entered(point):
         if info is None:
             interpreter.execute(main.tree.body)

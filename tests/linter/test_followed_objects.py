@@ -13,6 +13,8 @@ from tests.linter.examples import lint
 HEAD = """
 import torch
 import torch.nn.functional as F
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from torch import nn
 
 """
@@ -29,6 +31,88 @@ def run(text: str, model: torch.nn.Module, batches: int = 4) -> None:
     names: dict[str, Any] = {}
     exec(HEAD + text.replace('"cuda"', '"cpu"'), names)
     names["train"](model, [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))] * batches)
+
+
+class Recorder(torch.nn.Module):
+    """A model that keeps the dtype of autocast around each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 4), set[str]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        enabled = torch.is_autocast_enabled("cpu")
+        self.seen.add(str(torch.get_autocast_dtype("cpu")) if enabled else "")
+        return self.layer(x)
+
+
+CONTEXT = """
+{definition}
+
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with {context}
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+CONTEXTS = {
+    "a generator": (
+        "@contextmanager\ndef amp(on=True):\n    with torch.autocast('cuda', dtype=DTYPE):\n        yield",
+        "amp():",
+    ),
+    "a method that is a generator": (
+        "class Amp:\n    def __init__(self, dtype):\n        self.dtype = dtype\n\n    @contextmanager\n"
+        "    def forward(self):\n        with torch.autocast('cuda', dtype=self.dtype):\n            yield\n"
+        "\n\namp = Amp(DTYPE)",
+        "amp.forward():",
+    ),
+    "a stack": (
+        "",
+        "ExitStack() as stack:\n            stack.enter_context(torch.autocast('cuda', dtype=DTYPE))",
+    ),
+    "a property": (
+        "class Amp:\n    @property\n    def context(self):\n"
+        "        return torch.autocast('cuda', dtype=DTYPE)\n\n\namp = Amp()",
+        "amp.context:",
+    ),
+    "an attribute of a class": (
+        "class Amp:\n    dtype = DTYPE\n\n    def context(self):\n"
+        "        return torch.autocast('cuda', dtype=self.dtype)\n\n\namp = Amp()",
+        "amp.context():",
+    ),
+    "a namespace": (
+        "config = SimpleNamespace(amp=SimpleNamespace(dtype=DTYPE))",
+        "torch.autocast('cuda', dtype=config.amp.dtype):",
+    ),
+    "a namespace that is changed": (
+        "config = SimpleNamespace(dtype=None)\nconfig.dtype = DTYPE",
+        "torch.autocast('cuda', dtype=config.dtype):",
+    ),
+    "an attribute by its name": (
+        "SETTINGS = {'dtype': 'NAME'}",
+        "torch.autocast('cuda', dtype=getattr(torch, SETTINGS['dtype'])):",
+    ),
+    "defaults": (
+        "def context(dtype=DTYPE, make=torch.autocast):\n    return make('cuda', dtype=dtype)",
+        "context():",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize(("dtype", "codes"), [("float16", {"AMP813": Severity.WARNING}), ("bfloat16", {})])
+def test_the_dtype_of_a_context_however_it_is_made(name: str, dtype: str, codes: dict[str, Severity]) -> None:
+    definition, context = CONTEXTS[name]
+    text = CONTEXT.format(definition=definition, context=context)
+    text = text.replace("DTYPE", f"torch.{dtype}").replace("NAME", dtype).replace("'cuda'", '"cuda"')
+    model = Recorder()
+    run(text, model)
+    assert model.seen == {f"torch.{dtype}"}
+    assert found(text) == codes
 
 
 ACCUMULATING = """
@@ -102,6 +186,76 @@ def test_a_condition_on_a_count_that_is_passed() -> None:
     with pytest.raises(AssertionError, match="No inf checks"):
         run(wrong, torch.nn.Linear(4, 4))
     assert found(wrong) == UPDATED
+
+
+LAZY = """
+class Base:
+    def __init__(self, model):
+        self.model, self._scaler = model, None
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @property
+    def scaler(self):
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler("cuda")
+        return self._scaler
+
+    def before_step(self):
+        pass
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = F.cross_entropy(self.model(x), y)
+            self.scaler.scale(loss).backward()
+            self.before_step()
+            self.scaler.step(self.optimizer)
+            {}
+
+
+class Clipping(Base):
+    def before_step(self):
+        {}
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+def train(model, loader):
+    Clipping(model).fit(loader)
+"""
+
+
+def test_a_scaler_that_a_property_makes_in_a_class_that_a_driver_makes() -> None:
+    unscale, update = "self.scaler.unscale_(self.optimizer)", "self.scaler.update()"
+    right, without_update = LAZY.format(update, unscale), LAZY.format("pass", unscale)
+    run(right, torch.nn.Linear(4, 4))
+    assert found(right) == {}
+    assert found(LAZY.format(update, "pass")) == {"AMP807": Severity.ERROR}
+    with pytest.raises(RuntimeError, match="after step"):
+        run(without_update, torch.nn.Linear(4, 4))
+    assert found(without_update) == {"AMP804": Severity.WARNING}
+
+
+HALVED = """
+def train(model, loader):
+    model = nn.Linear(4, 4){}
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x{}).float().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_filtered_parameters_are_those_of_the_model() -> None:
+    right, wrong = HALVED.format("", ""), HALVED.format(".half()", ".half()")
+    run(right, torch.nn.Linear(4, 4))
+    assert found(right) == {}
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        run(wrong, torch.nn.Linear(4, 4))
+    assert found(wrong) == {"AMP801": Severity.ERROR}
 
 
 ANEW = """

@@ -48,6 +48,7 @@ from ampaudit.linter.flow.torch_names import (
     LOSS_FUNCTIONS,
     MAKES_TENSORS,
     MATRIX_PRODUCTS,
+    NAMESPACES,
     SCALERS,
     WITHOUT_HALF_KERNEL,
     makes_model,
@@ -263,6 +264,12 @@ def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Va
     return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
 
 
+def _namespace(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    if isinstance(arguments.first, DictLiteral):
+        return arguments.first
+    return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
+
+
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     positional = arguments.positional
     has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
@@ -283,6 +290,7 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.save": _save,
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
+    **dict.fromkeys(NAMESPACES, _namespace),
     "functools.partial": _partial,
     "itertools.chain": _chain,
 }
@@ -305,6 +313,12 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
         return KnownItems((KnownItems(pair),), repeated=True)
     if name == "next" and isinstance(first, Parameters):
         return first
+    if name == "filter" and isinstance(parameters := arguments.get(1, "iterable"), Parameters):
+        return parameters
+    if name == "getattr" and isinstance(attribute := literal_of(arguments.get(1, "name")), str):
+        return interpreter.evaluate(
+            ast.copy_location(ast.Attribute(node.args[0], attribute, ast.Load()), node)
+        )
     return UNSCALED_TENSOR if name in _NUMBERS_AND_TEXTS else UNKNOWN
 
 
@@ -427,7 +441,8 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     device = default if device_value is None else device_of(device_value)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
     interpreter.record(ScalerMade, node, scaler)
-    interpreter.state.set_fact(UNUSED, True, key)
+    if not any(info.is_property for info in interpreter.point.stack):  # made where it is first used
+        interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
 
 
@@ -502,6 +517,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
+    if name == "enter_context" and interpreter.enter(arguments.first):  # of an ExitStack
+        return UNKNOWN
     if isinstance(base, DictLiteral) and name == "values":
         return KnownItems(base.items)
     if isinstance(base, DictLiteral) and name == "get":

@@ -13,6 +13,7 @@ from ampaudit.linter.flow.events import (
     ScaleCompared,
     UnknownEffect,
 )
+from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.objects import cast_weights, freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
@@ -328,6 +329,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, Managed):
         return base
     text = dotted_name(node)
+    if isinstance(base, DictLiteral) and (item := base.item(node.attr)) is not None:
+        return interpreter.infer_from_usage(item, text)
     return interpreter.lookup(text) if text else UNKNOWN
 
 
@@ -337,7 +340,23 @@ def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> V
     if value is not None:
         return interpreter.infer_from_usage(value, text)
     method = owner.info.method(node.attr)
-    return interpreter.infer_from_usage(UNKNOWN, text) if method is None else BoundMethod(owner, method)
+    if method is None:
+        return interpreter.infer_from_usage(_class_attribute(interpreter, owner, node.attr), text)
+    if not method.is_property:
+        return BoundMethod(owner, method)
+    returned = inline_call(interpreter, method, node, {}, owner) if method.relevant else UNKNOWN
+    return interpreter.infer_from_usage(returned, text)
+
+
+def _class_attribute(interpreter: Interpreter, owner: Instance, name: str) -> Value:
+    """Return a setting in the body of a class: a literal, or a dtype by its name."""
+    node = owner.info.attribute(name)
+    if not isinstance(node, ast.Constant | ast.Name | ast.Attribute):
+        return UNKNOWN
+    script = interpreter.linked.script_of(owner.info.node)
+    with interpreter.entered(interpreter.point._replace(script=script, frame=-script.number)):
+        value = interpreter.evaluate(node)
+    return value if isinstance(value, LiteralValue | ImportedName) else UNKNOWN
 
 
 def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
@@ -388,10 +407,15 @@ def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
     return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
 
 
-def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice | ast.Yield) -> Value:
+def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice) -> Value:
     parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
     values = list(map(interpreter.evaluate, parts))
     return next((value for value in values if isinstance(value, Remainder)), UNKNOWN)
+
+
+def _yield(interpreter: Interpreter, node: ast.Yield) -> Value:
+    interpreter.point.yields.append(interpreter.point)
+    return interpreter.evaluate(node.value)
 
 
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
@@ -558,6 +582,6 @@ HANDLERS: Handlers = {
     ast.Starred: _operand,
     ast.FormattedValue: _operand,
     ast.JoinedStr: _formatted_string,
-    ast.Yield: _parts,
+    ast.Yield: _yield,
     ast.Slice: _parts,
 }

@@ -6,10 +6,11 @@ import ast
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Frame, Interpreter
+from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Frame, Interpreter, ProgramPoint
 from ampaudit.linter.flow.state import State, join, join_values
 from ampaudit.linter.flow.syntax import (
     dotted_name,
@@ -17,11 +18,12 @@ from ampaudit.linter.flow.syntax import (
     parameter_defaults,
     simple_name,
 )
-from ampaudit.linter.flow.torch_names import DTYPES, FRAMEWORKS
+from ampaudit.linter.flow.torch_names import FRAMEWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Arguments,
     ClassInfo,
+    ContextManager,
     Function,
     FunctionInfo,
     ImportedName,
@@ -78,6 +80,7 @@ def inline_call(
         breaks=[],
         continues=[],
         returns=[],
+        yields=[],
     )
     with interpreter.entered(inside):
         _bind_parameters(interpreter, info, arguments, owner, isinstance(node, ast.Call))
@@ -90,7 +93,20 @@ def inline_call(
         # a function that is defined in this one may need its names later
         if not any(isinstance(one, Function) and one.frame > 0 for one in values):
             state.drop_scope(number)
-    return value
+    return _context_of(outside, inside.yields) if info.is_context_manager else value
+
+
+def _context_of(outside: ProgramPoint, yields: list[ProgramPoint]) -> Value:
+    """Return the context in which a context manager that is made of a generator runs its block."""
+    contexts: list[Value] = [
+        UNKNOWN
+        if point.grad_modes != outside.grad_modes
+        else ContextManager("null")
+        if point.autocast is outside.autocast
+        else point.autocast
+        for point in yields
+    ]
+    return reduce(join_values, contexts) if contexts else UNKNOWN
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
@@ -140,8 +156,9 @@ def _bind_parameters(
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
             value = LiteralValue(default.value)
-        elif value is None and default is not None and dotted_name(default) in DTYPES:
-            value = ImportedName(dotted_name(default))
+        elif value is None and isinstance(default, ast.Name | ast.Attribute):
+            named = interpreter.evaluate(default)
+            value = named if isinstance(named, ImportedName) else None
         if isinstance(value, LiteralValue) and not value.is_given:
             value = _literal_argument(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value

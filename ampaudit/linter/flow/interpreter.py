@@ -46,8 +46,8 @@ _MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some se
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(
-    "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
-    " print range repr reversed round set sorted str sum super tuple type zip".split()
+    "abs all any bool dict enumerate filter float getattr hasattr int isinstance iter len list map max min"
+    " next open print range repr reversed round set sorted str sum super tuple type zip".split()
 )
 
 
@@ -80,6 +80,7 @@ class ProgramPoint(NamedTuple):
         breaks: States in which the innermost loop is left.
         continues: States in which its iteration is left.
         returns: Values and states with which the function returns.
+        yields: Points at which the function yields.
         frame: Scope of the function's names; zero for the module, negative for an imported one.
         autocast: Innermost autocast context.
         grad_modes: Other contexts, such as ``no_grad`` and ``no_sync``.
@@ -94,6 +95,7 @@ class ProgramPoint(NamedTuple):
     breaks: list[State]
     continues: list[State]
     returns: list[tuple[Value, State]]
+    yields: list[ProgramPoint]
     frame: int = 0
     autocast: Autocast = NO_AUTOCAST
     grad_modes: tuple[str, ...] = ()
@@ -141,7 +143,7 @@ class Interpreter:
         rules: Mapping[type, Sequence[LintRule]],
     ) -> None:
         self.linked, self.handlers, self.imported, self.rules = linked, handlers, imported, rules
-        self.point = ProgramPoint(linked.main, [], [], [])
+        self.point = ProgramPoint(linked.main, [], [], [], [])
         self.statement: ast.stmt | None = None
         self.path_state: State | None = State()
         self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
@@ -400,6 +402,8 @@ class Interpreter:
             if isinstance(owner, Instance):
                 self._check_replaced(target, self.state.value(owner.key, target.attr), value)
                 self.state.bind(owner.key, target.attr, value)
+            elif isinstance(owner, DictLiteral) and dotted_name(target.value):
+                self.assign(target.value, owner.with_item(target.attr, value))
             elif text := dotted_name(target):
                 self.state.bind(self.point.frame, text, value)
         elif isinstance(target, ast.Tuple | ast.List):

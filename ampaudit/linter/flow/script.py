@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -358,6 +358,10 @@ def read_script(text: str, number: int = 0) -> Script:
     for call in script.of_type(ast.Call):
         if call.lineno in lines:
             _record_call(script.usage, call)
+    relevant = {name for name, info in script.classes.items() if info.is_relevant} if not number else set()
+    for name, info in script.functions.items() if relevant else ():
+        names = {node.id for node in script.nodes(info.node) if isinstance(node, ast.Name)}
+        script.functions[name] = replace(info, relevant=info.relevant or not relevant.isdisjoint(names))
     return script
 
 

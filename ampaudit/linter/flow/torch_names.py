@@ -114,6 +114,17 @@ ADAM_LIKE: Final = {
     **dict.fromkeys("Adam AdamW NAdam RAdam Adamax SparseAdam RMSprop".split(), 1e-8),
     "Adagrad": 1e-10,
 }
+# classes and functions whose results have the entries of a dict as attributes
+NAMESPACES: Final = (
+    "types.SimpleNamespace",
+    "argparse.Namespace",
+    "easydict.EasyDict",
+    "munch.Munch",
+    "addict.Dict",
+    "ml_collections.ConfigDict",
+    "omegaconf.OmegaConf.create",
+    "omegaconf.DictConfig",
+)
 # packages that enter autocast and scale the loss themselves
 MANAGING_PACKAGES: Final = (
     "accelerate",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.syntax import keyword_value, last_component
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, simple_name
 from ampaudit.linter.flow.torch_names import Framework
 
 T = TypeVar("T")
@@ -34,7 +34,20 @@ class FunctionInfo:
     @property
     def is_static(self) -> bool:
         """Whether it is a static method."""
-        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+        return self._is_decorated("staticmethod")
+
+    @property
+    def is_property(self) -> bool:
+        """Whether its instances have it as an attribute."""
+        return self._is_decorated("property", "cached_property")
+
+    @property
+    def is_context_manager(self) -> bool:
+        """Whether it makes a context manager, whose block runs where it yields."""
+        return self._is_decorated("contextmanager")
+
+    def _is_decorated(self, *names: str) -> bool:
+        return any(simple_name(decorator) in names for decorator in self.node.decorator_list)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +88,13 @@ class ClassInfo:
     def method(self, name: str) -> FunctionInfo | None:
         """Return a method by name, also from base classes that are followed."""
         return next((info.methods[name] for info in self.ancestry if name in info.methods), None)
+
+    def attribute(self, name: str) -> ast.expr | None:
+        """Return what the body of the class, or of a base class, assigns to a name."""
+        statements = (
+            node for info in self.ancestry for node in info.node.body if isinstance(node, ast.Assign)
+        )
+        return next((s.value for s in statements if name in map(dotted_name, s.targets)), None)
 
     def derives(self, *endings: str) -> bool:
         """Return whether the last component of a base class's name is one of some names."""
