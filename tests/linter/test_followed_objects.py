@@ -236,6 +236,61 @@ def test_a_scaler_that_a_property_makes_in_a_class_that_a_driver_makes() -> None
     assert found(without_update) == {"AMP804": Severity.WARNING}
 
 
+PENALTY = """
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, _ in loader:
+        x = x.clone().requires_grad_(True)
+        optimizer.zero_grad()
+        score = model(x).sum()
+        grads = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
+        grads = grads {}
+        loss = score + (grads.norm(2) - 1) ** 2
+        {}.backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize("factor", ["/ scaler.get_scale()", "* (1.0 / scaler.get_scale())"])
+def test_gradients_of_a_penalty_without_their_scale(factor: str) -> None:
+    assert found(PENALTY.format(factor, "scaler.scale(loss)")) == {}
+    assert found(PENALTY.format(factor, "loss")) == {"AMP802": Severity.ERROR}
+    assert "AMP837" in found(PENALTY.format("* 1.0", "scaler.scale(loss)"))
+
+
+DECORATED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @torch.autocast("cuda", dtype=torch.{})
+    def forward(self, x):
+        return self.layer(x)
+
+
+def dice(p, y):
+    p = p.softmax(1)[:, 1]
+    return 1 - 2 * (p * y).sum() / (p.sum() + y.sum() + 1.0)
+
+
+def train(model, loader):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        dice(model(x).float(), y).backward()
+        optimizer.step()
+"""
+
+
+def test_a_helper_keeps_the_dtype_in_which_its_arguments_were_computed() -> None:
+    assert found(DECORATED.format("float16")) == {"AMP813": Severity.WARNING}
+    assert found(DECORATED.format("bfloat16")) == {}
+
+
 HALVED = """
 def train(model, loader):
     model = nn.Linear(4, 4){}
@@ -316,3 +371,25 @@ def test_a_scaler_that_a_loop_makes_for_an_optimizer_that_lives_on(
     in_method: str, in_loop: str, codes: dict[str, Severity]
 ) -> None:
     assert found(ANEW.format(in_method, in_loop)) == codes
+
+
+READ = """
+def train(model, loader, history):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        {}
+"""
+
+
+@pytest.mark.parametrize("use", ["print(f'loss {{{}:.3f}}')", "history.append({}.detach().cpu().numpy())"])
+def test_texts_and_arrays_show_the_scale(use: str) -> None:
+    assert found(READ.format(use.format("loss"))) == {}
+    assert found(READ.format(use.format("scaled"))) == {"AMP823": Severity.WARNING}

@@ -353,8 +353,13 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     may_scale = any(isinstance(value, Scaler | Instance) for value in values)
     if may_scale or any(value.scaler_key for value in tensor_arguments):
         return UNKNOWN
-    computed_under = tensors.computed_under(interpreter, tensor_arguments)
-    return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
+    return _result_of(interpreter, tensor_arguments)
+
+
+def _result_of(interpreter: Interpreter, values: Sequence[Value]) -> Tensor:
+    """Return what unknown code computes from some values, none of which has a loss scale."""
+    under = tensors.computed_under(interpreter, [value for value in values if isinstance(value, Tensor)])
+    return Tensor(computed_under=under) if under else UNSCALED_TENSOR
 
 
 def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) -> None:
@@ -586,7 +591,7 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     if isinstance(function, Function | BoundMethod):
         info = function.info
         if not _is_followed(interpreter, info, arguments):
-            return UNSCALED_TENSOR
+            return _result_of(interpreter, arguments.all())
         frame = function.frame if isinstance(function, Function) else None
         owner = function.owner if isinstance(function, BoundMethod) and not info.is_static else None
         return inline_call(interpreter, info, node, arguments.named(), owner, frame)

@@ -9,6 +9,7 @@ from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.events import (
     AutocastEntered,
     GradientRead,
+    NumberRead,
     PrecisionChosen,
     ScaleCompared,
     UnknownEffect,
@@ -528,7 +529,9 @@ def _operand(interpreter: Interpreter, node: ast.Expr | ast.Await | ast.Starred)
 
 def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
     for part in node.values:
-        interpreter.evaluate(part)
+        value = interpreter.evaluate(part)
+        if isinstance(value, Tensor):
+            interpreter.record(NumberRead, part, value)
     start = node.values[0] if node.values else None
     text = start.value if isinstance(start, ast.Constant) else ""
     # a device with some index, as in f"cuda:{rank}"

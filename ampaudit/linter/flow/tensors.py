@@ -29,6 +29,7 @@ from ampaudit.linter.flow.values import (
     ImportedName,
     LiteralValue,
     LossGradients,
+    ScaleReading,
     Tensor,
     Value,
 )
@@ -135,6 +136,8 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     if gradients:
         if isinstance(node.op, ast.Pow):
             return use_loss_gradients(interpreter, node, gradients[0], "pow")
+        if any(isinstance(value, ScaleReading) for value in (left, right)):
+            return replace(gradients[0], scaler_key=UNSCALED)
         # a factor that is not known may be the inverse of the scale; a tensor is none
         is_known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
         scaled = gradients[0].scaler_key
@@ -217,9 +220,10 @@ def tensor_method(
     interpreter.record_dtypes(node, [base])
     if name == "backward":
         return backward(interpreter, node, base)
-    if name in ("item", "tolist"):
+    if name in ("item", "tolist", "numpy"):
         interpreter.record(NumberRead, node, base)
-        return UNSCALED_TENSOR
+        if name != "numpy":
+            return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
         return base._replace(model_calls=frozenset(), is_detached=True, node=node)
     dtype = requested_dtype(name, arguments)
