@@ -238,11 +238,19 @@ def test_fabric_computes_in_float32_unless_it_is_told() -> None:
     assert alarms(text.format(', precision="16-mixed"')) == [("AMP808", "warning", 7)]
 
 
-@pytest.mark.parametrize(("steps", "found"), [("1", []), ("4", ["AMP859"]), ("args.accumulate", ["AMP859"])])
-def test_dividing_a_loss_that_accelerate_divides(steps: str, found: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("argument", "found"),
+    [
+        ("gradient_accumulation_steps=1", []),
+        ("gradient_accumulation_steps=4", ["AMP859"]),
+        ("gradient_accumulation_steps=args.accumulate", ["AMP859"]),
+        ("gradient_accumulation_plugin=plugin(num_steps=4)", ["AMP859"]),
+    ],
+)
+def test_dividing_a_loss_that_accelerate_divides(argument: str, found: list[str]) -> None:
     text = (
         "from accelerate import Accelerator\n\n"
-        f"accelerator = Accelerator(gradient_accumulation_steps={steps})\n"
+        f"accelerator = Accelerator({argument})\n"
         "model, optimizer = accelerator.prepare(*make())\n"
         "for x in loader:\n    with accelerator.accumulate(model):\n        loss = model(x).mean()\n"
         "        loss = loss / accelerator.gradient_accumulation_steps\n"
@@ -307,6 +315,7 @@ class Careful(Trainer):
 
 trainer = Careful(model(), TrainingArguments("out"{precision}))
 """
+CLIPPED = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
 @pytest.mark.parametrize(
@@ -314,6 +323,8 @@ trainer = Careful(model(), TrainingArguments("out"{precision}))
     [
         ("loss.backward()", FP16, [("AMP802", "error", 8)]),
         ("self.accelerator.backward(loss)", FP16, []),
+        (f"self.accelerator.backward(loss); {CLIPPED}", FP16, [("AMP807", "error", 8)]),
+        (f"self.accelerator.backward(loss); {CLIPPED}", ", bf16=True", []),
         ("loss.backward()", ", bf16=True", []),
         ("loss.backward()", "", []),
     ],

@@ -341,6 +341,9 @@ def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> V
     if value is not None:
         return interpreter.infer_from_usage(value, text)
     method = owner.info.method(node.attr)
+    if method is None and node.attr == "accelerator" and owner.info.derives("Trainer", "Seq2SeqTrainer"):
+        trainers = (one for one in interpreter.managers if one.framework and "Trainer" in one.framework.bases)
+        return max(trainers, key=lambda one: one.scales, default=UNKNOWN)
     if method is None:
         return interpreter.infer_from_usage(_class_attribute(interpreter, owner, node.attr), text)
     if not method.is_property:

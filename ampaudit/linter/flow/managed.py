@@ -35,6 +35,7 @@ from ampaudit.linter.flow.values import (
 
 LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
 MANAGED: Final = "managed"  # the key of the scaler of a framework
+_DIVISORS: Final = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
 
@@ -50,7 +51,7 @@ def make_managed(
     elif precision is None and framework.is_float32:
         certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
-    divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
+    divisor = next((v for k, v in arguments.keywords.items() if k in _DIVISORS), LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
     is_engine = framework.name == "DeepSpeed"
     managed = Managed(framework, certainty, divides, _dtype_of_engine(arguments) if is_engine else "")

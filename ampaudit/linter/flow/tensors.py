@@ -147,6 +147,8 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
             interpreter.record(NumberRead, node, value)
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
+    if not tensors and isinstance(left, Tensor) and isinstance(node.op, ast.Div):
+        return left._replace(divided=True)
     if not tensors:
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
     result = tensors[0]._replace(

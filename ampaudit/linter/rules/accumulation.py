@@ -166,7 +166,8 @@ def _never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) -
             continue
         nodes = (node for part in (loop, event.node) for node in ast.walk(part))
         divides = calls(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
-        if not divides and event.loss.loss == "" and event.loss.divided is None:
+        may_be_mean = event.loss.divided is False or (event.loss.loss == "" and event.loss.divided is None)
+        if not divides and may_be_mean:
             yield _undivided(event, Certainty.LIKELY)
 
 
