@@ -390,8 +390,16 @@ def train(model, loader, history):
 """
 
 
-@pytest.mark.parametrize("use", ["print(f'loss {{{}:.3f}}')", "history.append({}.detach().cpu().numpy())"])
-def test_texts_and_arrays_show_the_scale(use: str) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "print(f'loss {{{}:.3f}}')",
+        "history.append({}.detach().cpu().numpy())",
+        "history.add_scalar('loss', {}, 3)",
+        "history.log({{'loss': {}.detach()}})",
+    ],
+)
+def test_texts_arrays_and_logs_show_the_scale(use: str) -> None:
     assert found(READ.format(use.format("loss"))) == {}
     assert found(READ.format(use.format("scaled"))) == {"AMP823": Severity.WARNING}
 

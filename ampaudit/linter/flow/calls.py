@@ -339,6 +339,10 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
             follow_callback(interpreter, value, node)
     if _LOSS.search(last.lower()):
         record_loss(interpreter, node, values)
+    for value in values if last in _LOGS else ():
+        for entry in value.items if isinstance(value, DictLiteral) else (value,):
+            if isinstance(entry, Tensor):
+                interpreter.record(NumberRead, node, entry)
     # what gets neither a scaler nor what may hold one cannot unscale
     may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
     gets_weights = any(isinstance(value, Parameters | Model) for value in values)
@@ -389,6 +393,7 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
 
 _CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
 _CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
+_LOGS: Final = frozenset("add_scalar add_scalars log log_dict log_metrics set_postfix".split())
 _LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
 
