@@ -124,11 +124,11 @@ class RunConfig:
         )
 
     def call_name(self, number: int) -> str:
-        """Return the name of a call, such as ``batch 3``, ``step 2`` or ``step 2 of batch 1``."""
+        """Return the name of the call with this index, such as ``step 2`` or ``step 1 of batch 2``."""
         if self.steps is None:
-            return f"batch {number}"
+            return f"batch {number + 1}"
         batch, step = divmod(number, self.steps.count)
-        return f"step {step + 1}" + (f" of batch {batch}" if batch else "")
+        return f"step {step + 1}" + (f" of batch {batch + 1}" if batch else "")
 
     @property
     def fp32_only(self) -> bool:

@@ -124,8 +124,8 @@ class Fp32Check:
         )
         if other is not None and not self._eager.computes_in_16_bits(model, batch, number):
             raise RunFailed(
-                f"along the path of batch {number}, FP32 does not give the outputs of the model itself "
-                f"({other.name}{' ' + other.problem if other.problem else ' differs'})",
+                f"along the path of {batch.title(number)}, FP32 does not give the outputs of the model "
+                f"itself ({other.name}{' ' + other.problem if other.problem else ' differs'})",
                 hint="please report it; the verdict would not be about this model",
             )
 

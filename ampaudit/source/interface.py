@@ -27,8 +27,8 @@ class Batch:
     name: str = ""  # in reports, such as ``call 14`` of a recording
 
     def title(self, number: int) -> str:
-        """Return the name, or ``batch N``."""
-        return self.name or f"batch {number}"
+        """Return the name, or that of the batch with this index, such as ``batch 1`` for 0."""
+        return self.name or f"batch {number + 1}"
 
     @property
     def whole(self) -> Any:

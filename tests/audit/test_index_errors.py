@@ -102,5 +102,5 @@ def test_what_the_model_raises_in_training_is_its_own(model_file: Write) -> None
 def test_the_batch_is_named_if_there_are_several(model_file: Write, options: dict[str, str]) -> None:
     text = TOKENS.replace("LOOKUP", LOOKUPS["embedding"])
     path = model_file(text[: text.index("def example_inputs")] + SECOND)
-    with pytest.raises(InputError, match=r"from 1 to 30,522 \(in batch 2\)\n"):
+    with pytest.raises(InputError, match=r"from 1 to 30,522 \(in batch 3\)\n"):
         ampaudit.scan(str(path), source=SourceConfig(batches=3), **options)

@@ -118,5 +118,5 @@ def test_the_largest_batch_decides_whether_a_memory_is_enough(folder: Path, more
     done = run("scan", "uneven.py", "--batches", 3, "--memory", "100kB", *more)
     assert done.exit_code == 2
     assert "100 kB is too little: the largest group of ops needs" in str(done.exception)
-    assert "(in batch 1)" in str(done.exception)
+    assert "(in batch 2)" in str(done.exception)
     assert run("scan", "uneven.py", "--batches", 3, "--memory", "2MB").exit_code == 0

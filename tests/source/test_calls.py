@@ -401,4 +401,4 @@ def test_gradients_of_recorded_calls(calls: Path, model_file: Write) -> None:
 def test_batches_keep_their_names() -> None:
     batch = Batch((torch.ones(1),), name="call 3")
     assert batch.mapped(torch.neg).name == "call 3"
-    assert (batch.title(0), Batch().title(0)) == ("call 3", "batch 0")
+    assert (batch.title(0), Batch().title(0)) == ("call 3", "batch 1")

@@ -325,7 +325,7 @@ def test_bad_inputs(model_file: Write) -> None:
     )
     nan = model_file(MODEL + "def example_inputs():\n    return torch.full((2, 8), float('nan'))\n", "c.py")
     source = open_source(str(nan), SourceConfig())
-    with pytest.raises(InputError, match=r"input\[0\] of batch 0 holds NaN"):
+    with pytest.raises(InputError, match=r"input\[0\] of batch 1 holds NaN"):
         scan(source.model, batches=source.batches)
 
 

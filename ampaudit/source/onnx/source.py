@@ -65,7 +65,7 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
     else:
         sized, functions, info = inputs_from(options, model, same_model=False)
         batches = sized(options.input_sizes or {})
-    for number, batch in enumerate(batches if options.inputs is not None else (), 1):
+    for number, batch in enumerate(batches if options.inputs is not None else ()):
         check_batch(batch, graph_inputs, batch.title(number))
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
