@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from ampaudit.core.text import escape_control
 from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
+
+_CHANGED: dict[str, str] = {}  # directory to which the user's code changed, by where it was called
 
 GIVEN_FILE: Final = "_ampaudit_user_"  # prefix of modules that an option loads by path
 
@@ -36,6 +39,7 @@ def module_from_file(path: Path) -> ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _CHANGED.clear()
     with _first_on_path(str(path.resolve().parent)), calling_user_code(f"{path}"):
         try:
             spec.loader.exec_module(module)
@@ -64,6 +68,8 @@ def import_module_named(name: str) -> ModuleType:
     Raises:
         SourceError: The module cannot be found, or raises.
     """
+    if name not in sys.modules:
+        _CHANGED.clear()
     with _first_on_path(""), calling_user_code(f"import {name}"):
         if not _exists(name):
             raise SourceError(
@@ -100,14 +106,42 @@ def _exists(name: str) -> bool:
 
 @contextlib.contextmanager
 def calling_user_code(what: str) -> Iterator[None]:
-    """Redirect the user's prints to stderr, and report exceptions by the line that failed."""
+    """Redirect the user's prints to stderr, and report exceptions by the line that failed.
+
+    The user's code has a working directory of its own: relative paths of the command line keep their meaning.
+    """
     try:
-        with contextlib.redirect_stdout(sys.stderr), locating_failures(what):
+        with _own_directory(), contextlib.redirect_stdout(sys.stderr), locating_failures(what):
             yield
     except SystemExit as error:
         raise SourceError(
             f"{what} called sys.exit({error.code!r})", hint="keep scripts under if __name__ == '__main__':"
         ) from error
+
+
+@contextlib.contextmanager
+def _own_directory() -> Iterator[None]:
+    """Let the user's code go on in the directory to which it changed before, and come back at the end."""
+    here = _working_directory()
+    _change_to(_CHANGED.get(here, here))
+    try:
+        yield
+    finally:
+        _CHANGED[here] = _working_directory()
+        _change_to(here)
+
+
+def _working_directory() -> str:
+    """Return the working directory; empty if it was removed."""
+    with contextlib.suppress(OSError):
+        return os.getcwd()
+    return ""
+
+
+def _change_to(directory: str) -> None:
+    with contextlib.suppress(OSError):
+        if directory != _working_directory():
+            os.chdir(directory)
 
 
 @contextlib.contextmanager
