@@ -25,8 +25,16 @@ from collections.abc import Iterable
 
 def first_line(error: BaseException) -> str:
     """Return the first non-empty line of an error's text, or the name of its type."""
-    lines = (line.strip() for line in str(error).splitlines())
+    lines = (line.strip() for line in text_of(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text; empty if its class fails to give one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from ampaudit.core.errors import AuditError, SourceError, first_line
+from ampaudit.core.errors import AuditError, SourceError, first_line, text_of
 from ampaudit.core.text import escape_control
 from ampaudit.trace.failure import failing_lines
 
@@ -44,7 +44,7 @@ def module_from_file(path: Path) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except ImportError as error:
-            if "relative import" not in str(error):
+            if "relative import" not in text_of(error):
                 raise
             root, dotted = _in_package(path.resolve())
             raise SourceError(
@@ -70,7 +70,7 @@ def import_module_named(name: str) -> ModuleType:
     """
     if name not in sys.modules:
         _CHANGED.clear()
-    with _first_on_path(""), calling_user_code(f"import {name}"):
+    with _first_on_path(_working_directory()), calling_user_code(f"import {name}"):
         if not _exists(name):
             raise SourceError(
                 f"no module named {name!r}", hint="give package.module:factory, or the path of a .py file"
@@ -89,7 +89,8 @@ def _first_on_path(directory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(directory)
+        with contextlib.suppress(ValueError):  # the user's code may have removed it
+            sys.path.remove(directory)
         if directory not in sys.path:
             sys.path.append(directory)
 
@@ -149,16 +150,16 @@ def locating_failures(what: str) -> Iterator[None]:
     """Report exceptions as a SourceError that names the line that failed."""
     try:
         yield
-    except AuditError:
+    except (AuditError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except SyntaxError as error:
         message = escape_control(error.msg)  # a codec may quote the file
         raise SourceError(
-            f"{error.filename}:{error.lineno or 1}: syntax error: {message}", hint="correct the file"
+            f"{error.filename or what}:{error.lineno or 1}: syntax error: {message}", hint="correct the file"
         ) from error
     except MemoryError as error:
         raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error
-    except Exception as error:
+    except BaseException as error:  # such as pytest's Skipped
         user_line, _ = failing_lines(error.__traceback__)
         where = f"{user_line.file}:{user_line.line}: " if user_line else f"{what}: "
         hint = "run the file with Python to see the full traceback, or pass --debug"
@@ -169,6 +170,6 @@ def locating_failures(what: str) -> Iterator[None]:
                 hint = f"{here} is in the current directory: name the model as package.module:get_model"
         elif user_line is None and isinstance(error, TypeError):
             hint = f"{what} is called as it stands here; give its parameters defaults"
-        elif any(words in str(error) for words in _NO_DEVICE):
+        elif any(words in text_of(error) for words in _NO_DEVICE):
             hint = "this machine has no such device: create models and inputs on the CPU; --device moves them"
         raise SourceError(f"{where}{type(error).__name__}: {first_line(error)}", hint=hint) from error

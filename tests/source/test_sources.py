@@ -314,6 +314,30 @@ def test_bad_python_files(model_file: Write, tmp_path: Path) -> None:
     raises(str(exits), SourceError, r"sys\.exit")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise type('Skipped', (BaseException,), {})('no GPU here')", r"model\.py:3: Skipped: no GPU here"),
+        ("raise type('Odd', (Exception,), {'__str__': lambda self: self.missing})", r"model\.py:3: Odd: Odd"),
+        ("x = '\0'", r"model\.py:1: syntax error: .*null bytes"),
+    ],
+)
+def test_anything_that_a_file_raises_is_told_by_its_line(model_file: Write, body: str, message: str) -> None:
+    raises(str(model_file(body)), SourceError, message)
+
+
+@pytest.mark.parametrize("edit", ["sys.path.pop(0)", "sys.path = sys.path[1:]", "sys.path.clear()"])
+def test_a_file_may_edit_the_import_path(
+    model_file: Write, monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    kept = list(sys.path)
+    path = model_file(f"import sys\n{edit}\n{MODEL}{INPUTS}")
+    source = open_source(str(path), SourceConfig())
+    assert isinstance(source.model, nn.Module)
+    assert sys.path == ([] if "clear" in edit else kept) + [str(path.parent)]
+
+
 def test_bad_inputs(model_file: Write) -> None:
     raises(
         str(model_file(MODEL + "def batches():\n    return []\n", "a.py")),
