@@ -124,6 +124,9 @@ def inputs_from(
     if path.is_dir():
         batches, info = recorded_calls(path, options.batches, model, same_model=same_model)
         return partial(_recorded, batches), functions_of(*modules), info
+    if path.suffix != ".py":
+        hint = "give a Python file, a .safetensors file, a directory of recorded calls or, for ONNX, a .npz"
+        raise InputError(f"--inputs {describe_path(path)}: not a file of inputs", hint=hint)
     module = module_from_file(path)
     sized = partial(batches_of, module, options.batches or 1, options.seed)
     return sized, functions_of(module, *modules), GIVEN

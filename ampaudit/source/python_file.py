@@ -45,7 +45,10 @@ def from_python(target: Path | str, factory: str | None, options: SourceConfig, 
         InputError: It defines no inputs.
     """
     torch.manual_seed(options.seed)
-    module = module_from_file(target) if isinstance(target, Path) else import_module_named(target)
+    if isinstance(target, Path):
+        module = module_from_file(target, factory or "get_model")
+    else:
+        module = import_module_named(target)
     file = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
     model = _model(module, factory, options.args, location)
@@ -107,7 +110,9 @@ def _literals(text: str) -> tuple[list[Any], dict[str, Any]]:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError(text)
-        keywords = {word.arg or "**": ast.literal_eval(word.value) for word in call.keywords}
+        keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        if len(keywords) < len(call.keywords):  # one is given twice, or as **
+            raise ValueError(text)
         return [ast.literal_eval(argument) for argument in call.args], keywords
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         hint = "write numbers, quoted strings and lists: --args \"3, 'gelu', width=64\""

@@ -23,8 +23,10 @@ _CHANGED: dict[str, str] = {}  # directory to which the user's code changed, by 
 GIVEN_FILE: Final = "_ampaudit_user_"  # prefix of modules that an option loads by path
 
 
-def module_from_file(path: Path) -> ModuleType:
+def module_from_file(path: Path, factory: str = "get_model") -> ModuleType:
     """Import a Python file, with its directory first on the import path while it loads.
+
+    ``factory`` is the name in it that a hint tells to scan.
 
     Raises:
         SourceError: The file does not exist, is not Python, or raises.
@@ -49,7 +51,7 @@ def module_from_file(path: Path) -> ModuleType:
             root, dotted = _in_package(path.resolve())
             raise SourceError(
                 f"{path} imports relatively, which only works in its package",
-                hint=f"name it as a module: ampaudit scan {dotted}:get_model, in the directory {root}",
+                hint=f"name it as a module: ampaudit scan {dotted}:{factory}, in the directory {root}",
             ) from error
     return module
 

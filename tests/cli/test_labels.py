@@ -124,9 +124,9 @@ def test_a_model_that_is_made_already_can_be_scanned_by_its_name(tmp_path: Path)
 
 
 @pytest.mark.parametrize("folders", [("pkg",), ("outer", "inner"), ("a", "b", "c")])
-@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(("marked", "factory"), [(True, "get_model"), (False, "build")])
 def test_a_file_that_imports_relatively_is_named_as_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: tuple[str, ...], marked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: tuple[str, ...], marked: bool, factory: str
 ) -> None:
     if not marked:
         folders = folders[-1:]
@@ -135,12 +135,12 @@ def test_a_file_that_imports_relatively_is_named_as_a_module(
     for depth in range(len(folders)) if marked else ():
         tmp_path.joinpath(*folders[: depth + 1], "__init__.py").touch()
     (folder / "blocks.py").write_text("from torch import nn\nblock = nn.Linear(8, 8)\n")
-    code = "import torch\nfrom .blocks import block\ndef get_model():\n    return block\n" + INPUTS
+    code = f"import torch\nfrom .blocks import block\ndef {factory}():\n    return block\n{INPUTS}"
     (folder / "audit.py").write_text(code)
-    found = run("scan", str(folder / "audit.py"))
+    found = run("scan", str(folder / "audit.py") + (":build" if factory == "build" else ""))
     hint = re.search(r"ampaudit scan (\S+), in the directory (\S+)", found.stderr)
     assert hint is not None, found.stderr
-    assert hint[1] == ".".join((*folders, "audit")) + ":get_model"
+    assert hint[1] == ".".join((*folders, "audit")) + f":{factory}"
     monkeypatch.chdir(hint[2])
     followed = run("scan", hint[1], "--policy", "half")
     assert followed.returncode == 0, followed.stderr

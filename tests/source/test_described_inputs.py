@@ -55,6 +55,9 @@ def test_a_class_with_arguments_and_sizes(tmp_path: Path) -> None:
         (("net.py:Words", "--args", "1,2,3,4"), "too many positional arguments", "it takes (size, width"),
         (("net.py:Words", "--args", "50,relu"), "--args 50,relu: cannot be read", "quoted strings"),
         (("net.py:Words", "--args", "3)(4"), "cannot be read", "quoted strings"),
+        (("net.py:Words", "--args", "50,width=8,width=9"), "cannot be read", "quoted strings"),
+        (("net.py:Words", "--args", "**{'size': 50}"), "cannot be read", "quoted strings"),
+        (("net.py:model", "--inputs", "data.npz"), "data.npz: not a file of inputs", "for ONNX, a .npz"),
         (("net.py:Words", "--args", "open('x','w')"), "cannot be read", "quoted strings"),
         (("net.py:model", "--args", "5,8"), "model is a model already, and takes no --args", ""),
         (("net.py",), "defines no model that can be made without arguments", "by its name: net.py:model"),
@@ -70,6 +73,7 @@ def test_a_class_with_arguments_and_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_says_what_to_write(tmp_path: Path, words: tuple[str, ...], said: str, hint: str) -> None:
+    (tmp_path / "data.npz").touch()
     done = run(tmp_path, *words)
     assert done.returncode == 2
     assert said in done.stderr
