@@ -5,6 +5,7 @@ The model's code runs in this process; if it crashes, other targets are not affe
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,6 @@ from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.findings.finding import counts_in_words, gaps_in_words
 from ampaudit.policy.schema import AS_IS
-from ampaudit.render.json import to_json
 from ampaudit.report.check import Breach, Budgets, Measurements, Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.run.share import ALONE, PartDone
@@ -175,5 +175,5 @@ def main() -> None:
         text = f"{what}\n  next: run 'ampaudit scan --debug' on it"
         result = TargetResult(request.target, "error", 3, error=text)
     part = Path(f"{sys.argv[2]}.part")
-    part.write_text(to_json(result), encoding="utf-8")
+    part.write_text(json.dumps(TypeAdapter(TargetResult).dump_python(result, mode="json")), encoding="utf-8")
     part.replace(sys.argv[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -10,11 +11,15 @@ from pydantic_core import PydanticSerializationError
 
 from ampaudit.core.text import escape_json
 
+_HALF = re.compile("[\ud800-\udfff]")
+
 
 def to_json(value: Any) -> str:
     """Return indented JSON, with fields in the order of the dataclass and a final newline."""
     adapter = TypeAdapter(type(value))
     try:
-        return escape_json(adapter.dump_json(value, indent=1).decode()) + "\n"
-    except PydanticSerializationError:  # a lone surrogate in a name: not UTF-8, but JSON can escape it
-        return json.dumps(adapter.dump_python(value, mode="json"), indent=1) + "\n"
+        text = adapter.dump_json(value, indent=1).decode()
+    except PydanticSerializationError:  # half of a surrogate pair, as in a file name that is not UTF-8
+        text = json.dumps(adapter.dump_python(value, mode="json"), indent=1, ensure_ascii=False)
+        text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):x}", text)  # as on a terminal
+    return escape_json(text) + "\n"

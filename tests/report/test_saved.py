@@ -182,6 +182,17 @@ def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
 # differences
 
 
+def test_a_report_of_a_file_whose_name_is_not_utf8_can_be_read(tmp_path: Path) -> None:
+    name = os.fsdecode(b"mod\xe8le\xf0\x9f\x99\x82.py")
+    path = tmp_path / "report.json"
+    report = saved_report()
+    replace(report, model=replace(report.model, source=name)).save(path)
+    found = read_document(path)
+    assert isinstance(found, Report)
+    assert found.model.source == "mod\\udce8le\N{SLIGHTLY SMILING FACE}.py"
+    assert replace(found, model=report.model) == report
+
+
 def test_a_report_does_not_differ_from_itself() -> None:
     report = saved_report()
     pair = only(report, report)
