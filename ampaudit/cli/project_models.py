@@ -208,7 +208,8 @@ def _literal(node: ast.expr, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
+        return None if value is ... else value  # which stands for a value to be filled in
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 

@@ -88,6 +88,9 @@ def test_what_nobody_calls_is_to_be_filled_in(tmp_path: Path) -> None:
     text = (tmp_path / "audit_model.py").read_text()
     assert "return SmallCNN(channels=..., classes=...)  # fill these in" in text
     compile(text, "audit_model.py", "exec")
+    again = run("init", "-o", "again.py", cwd=tmp_path).stdout  # which reads the first one
+    assert again == said.replace("audit_model.py", "again.py")
+    assert (tmp_path / "again.py").read_text() == text.replace("audit_model.py", "again.py")
 
 
 def test_an_input_of_which_nothing_is_known_is_to_be_filled_in(tmp_path: Path) -> None:
