@@ -229,14 +229,20 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _checked(loaded: Any, options: SourceConfig) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a model that Transformers has loaded, and a note on the tensors that its files lack."""
+    """Return a model that Transformers has loaded, and notes on tensors that it or its files lack."""
     model, info = loaded
     assert isinstance(model, nn.Module)
-    missing = [name for name in model.state_dict() if name in info["missing_keys"]]
-    if not missing or options.weights is not None:
+    if options.weights is not None:
         return model, ()
-    names = listed([describe(name) for name in missing], _SHOWN)
-    return model, (f"random values, as the weight files lack them: {names}",)
+    missing = [name for name in model.state_dict() if name in info["missing_keys"]]
+    notes = {
+        "random values, as the weight files lack them": missing,
+        "not used, as config.json describes no such weights": sorted(info["unexpected_keys"]),
+    }
+    told = {
+        what: listed([describe(name) for name in names], _SHOWN) for what, names in notes.items() if names
+    }
+    return model, tuple(f"{what}: {names}" for what, names in told.items())
 
 
 def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:

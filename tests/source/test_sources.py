@@ -174,6 +174,18 @@ def test_random_values_of_a_directory_are_told(tmp_path: Path, trust: bool) -> N
     assert not open_source(str(tmp_path / "hf"), options).notes
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path, trust: bool) -> None:
+    ZOO["bert"]().model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    last = config["num_hidden_layers"] = config["num_hidden_layers"] - 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (note,) = open_source(str(tmp_path), SourceConfig(trust=trust)).notes
+    what, names = note.split(": ")
+    assert what == "not used, as config.json describes no such weights"
+    assert names.startswith(f"encoder.layer.{last}.attention.output.LayerNorm.bias")
+
+
 OLD = """
 class Extra(nn.Linear):
     def get_extra_state(self):
