@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Mapping
 from functools import partial
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic
+from ampaudit.linter.diagnostic import Diagnostic
 from ampaudit.linter.flow.evaluation import HANDLERS
 from ampaudit.linter.flow.events import (
     Backward,
@@ -37,7 +37,7 @@ from ampaudit.linter.flow.interpreter import (
     ProgramPoint,
     StepLimitReached,
 )
-from ampaudit.linter.flow.managed import lightning_trainers
+from ampaudit.linter.flow.managed import autocast_of_trainers
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.syntax import parameter_defaults
@@ -193,9 +193,8 @@ def _follow_class(
     if start is None and info.fields:
         interpreter.path_state = end = end.fork()
         instance_of_class(interpreter, info)
-    certainty = min(lightning_trainers(interpreter), default=Certainty.UNKNOWN)
-    is_trained = info.derives("LightningModule") and certainty == Certainty.KNOWN
-    context = Autocast(True, "cuda", "float16", explicit=False) if is_trained else None
+    cast = autocast_of_trainers(interpreter) if info.derives("LightningModule") else ""
+    context = Autocast(True, "cuda", cast, explicit=False) if cast else None
     for name, method in info.methods.items():
         autocast = context if name in _STEPS_OF_LIGHTNING else None
         matters = method.relevant or autocast is not None

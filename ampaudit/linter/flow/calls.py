@@ -409,6 +409,7 @@ def make_autocast(
     device_type = device_of(values.get("device_type")) if device is None else device
     chosen = values["dtype"]
     by_default = chosen is None or (isinstance(chosen, LiteralValue) and chosen.value is None)
+    by_default = by_default and not interpreter.linked.mentions("set_autocast")
     dtype = "" if by_default else tensors.dtype_named(chosen or UNKNOWN) or None
     if dtype in ("float32", "float64"):
         return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
@@ -459,7 +460,8 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
 def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
     """Record a loss that is computed under autocast from what a model has returned outside."""
     autocast = interpreter.point.autocast
-    outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
+    tensors_here = [value for value in values if isinstance(value, Tensor)]
+    outside = frozenset(id(v.node) for v in tensors_here if not (v.computed_under or v.weights_dtype))
     if outside and autocast.enabled is True and autocast.explicit:
         interpreter.record(LossInside, node, outside)
 
@@ -611,11 +613,23 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     if isinstance(function, Managed):
         tensors.call_op(interpreter, node, "torch.nn.Module", arguments.all())
         objects.check_input(interpreter, node, "Model", arguments, function.weights_dtype)
+        if function.model is not None and function.autocast:
+            _call_managed(interpreter, node, function.autocast, function.model, arguments)
         return Tensor(weights_dtype=function.weights_dtype, model_calls=None, node=node)
     if isinstance(function, Instance):
         method = function.info.method("__call__") or function.info.method("forward")
         return UNKNOWN if method is None else _call(interpreter, node, BoundMethod(function, method))
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
+
+
+def _call_managed(
+    interpreter: Interpreter, node: ast.Call, dtype: str, model: Model, arguments: Arguments
+) -> None:
+    """Follow a model that a framework calls under autocast, and whose outputs it casts to float32."""
+    with interpreter.entered(interpreter.point):
+        if interpreter.point.autocast.enabled is not True:
+            interpreter.enter(Autocast(True, None, dtype, explicit=False))
+        call_model(interpreter, node, model, arguments)
 
 
 def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments) -> Arguments:

@@ -338,6 +338,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
 def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> Value:
     text = dotted_name(node)
     value = interpreter.state.value(owner.key, node.attr)
+    if interpreter.point.weights and isinstance(value, Tensor):
+        value = value._replace(dtype="")  # what is registered was cast with the model
     if value is not None:
         return interpreter.infer_from_usage(value, text)
     method = owner.info.method(node.attr)

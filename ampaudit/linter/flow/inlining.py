@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.flow.events import AutocastEntered
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Frame, Interpreter, ProgramPoint
 from ampaudit.linter.flow.state import State, join, join_values
 from ampaudit.linter.flow.syntax import (
@@ -22,6 +23,7 @@ from ampaudit.linter.flow.torch_names import FRAMEWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Arguments,
+    Autocast,
     ClassInfo,
     ContextManager,
     Function,
@@ -85,7 +87,11 @@ def inline_call(
     with interpreter.entered(inside):
         _bind_parameters(interpreter, info, arguments, owner, isinstance(node, ast.Call))
         for decorator in info.node.decorator_list:
-            interpreter.enter(interpreter.evaluate(decorator))
+            context = interpreter.evaluate(decorator)
+            interpreter.enter(context)
+            if isinstance(context, Autocast):
+                interpreter.record(AutocastEntered, decorator, context, info.node)
+                interpreter.point = interpreter.point.inside("with", info.node)
         interpreter.execute(info.node.body)
         value = _join_returns(interpreter, entry)
         state = interpreter.state

@@ -42,7 +42,7 @@ STEPS_AT_ONCE: Final = 16
 _MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipped
 _MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports
 _SIZE_PER_STEP: Final = 16  # facts, names and events that cost as much as a step
-_MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some seconds
+_MAX_WORK: Final = 3_000_000  # per script, which is not read beyond it: some seconds
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(

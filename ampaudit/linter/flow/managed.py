@@ -19,7 +19,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
-from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
+from ampaudit.linter.flow.torch_names import AUTOCAST_PRECISIONS, FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import (
     Arguments,
     Autocast,
@@ -36,6 +36,7 @@ from ampaudit.linter.flow.values import (
 LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
 MANAGED: Final = "managed"  # the key of the scaler of a framework
 _DIVISORS: Final = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+_WRAPS: Final = ("prepare", "prepare_model", "setup", "setup_module")
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
 
@@ -54,7 +55,9 @@ def make_managed(
     divisor = next((v for k, v in arguments.keywords.items() if k in _DIVISORS), LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
     is_engine = framework.name == "DeepSpeed"
-    managed = Managed(framework, certainty, divides, _dtype_of_engine(arguments) if is_engine else "")
+    weights_dtype = _dtype_of_engine(arguments) if is_engine else ""
+    cast = AUTOCAST_PRECISIONS.get(literal_of(precision), "")
+    managed = Managed(framework, certainty, divides, weights_dtype, autocast=cast)
     if not file_number(node):
         interpreter.managers.add(managed)
     if not is_engine:
@@ -97,7 +100,7 @@ def managed_method(
         interpreter.record(ManagedUpdate, node, base)
     elif name == "fit" and isinstance(model := arguments.get(0, "model"), Model):
         interpreter.record(ManagedModel, node, base, model.key)
-    elif name == "prepare":
+    elif name in _WRAPS:
         if base.scales:
             interpreter.record(AdaptersPrepared, node, base)
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
@@ -108,8 +111,8 @@ def managed_method(
         ]
         if wrapped and not any(isinstance(one, ast.Starred) for one in node.args):
             return KnownItems(tuple(wrapped)) if len(wrapped) > 1 else wrapped[0]
-    elif name == "autocast" and base.scales == Certainty.KNOWN:
-        return Autocast(True, None, "float16", explicit=False)
+    elif name == "autocast" and base.autocast:
+        return Autocast(True, None, base.autocast)
     elif name == "unwrap_model" and isinstance(inner := arguments.first, Managed):
         return inner.model or base
     return base
@@ -118,6 +121,12 @@ def managed_method(
 def lightning_trainers(interpreter: Interpreter) -> list[Certainty]:
     """Return how certain it is of each trainer of Lightning that it scales the loss."""
     return [managed.scales for managed in interpreter.managers if managed.framework is LIGHTNING]
+
+
+def autocast_of_trainers(interpreter: Interpreter) -> str:
+    """Return the dtype of the autocast in which all trainers of Lightning call models, else empty."""
+    dtypes = {managed.autocast for managed in interpreter.managers if managed.framework is LIGHTNING}
+    return dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:

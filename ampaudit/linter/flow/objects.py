@@ -224,11 +224,12 @@ def call_model(
     if model.layers and model.layers[0] in MATRIX_LAYERS:
         has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
         is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
-        known = weights_dtype if is_cast or has_dtype else "float32"
+        known = weights_dtype if is_cast or has_dtype else interpreter.point.weights or "float32"
         check_input(interpreter, node, model.layers[0], arguments, known)
     elif model.origin.startswith(_NETWORKS):
         check_input(interpreter, node, "Model", arguments, weights_dtype)
     place = interpreter.point
+    weights = weights_dtype or place.weights
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
@@ -239,7 +240,6 @@ def call_model(
         return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
-        weights = weights_dtype or place.weights
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
             k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()

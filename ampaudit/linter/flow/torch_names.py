@@ -237,6 +237,11 @@ class Framework:
     step: str = ""
 
 
+# precisions under which a framework calls models in autocast, and its dtype
+AUTOCAST_PRECISIONS: Final[dict[object, str]] = {
+    **dict.fromkeys(("fp16", "16-mixed", "16", 16), "float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
+}
 _BY_LIGHTNING: Final = (
     ("16-mixed", "16", 16),
     ("32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true", "64-true", 64, "16-true"),

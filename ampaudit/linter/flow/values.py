@@ -394,6 +394,7 @@ class Managed:
         divides: Whether its backward divides the loss by the number of accumulated batches.
         weights_dtype: 16-bit dtype of the weights, if its configuration names it, and casts no inputs.
         model: Model that it wraps, if it is one.
+        autocast: Dtype of the autocast in which it calls models, if it is certain; else empty.
     """
 
     framework: Framework | None = None
@@ -401,6 +402,7 @@ class Managed:
     divides: bool = False
     weights_dtype: str = ""
     model: Model | None = None
+    autocast: str = ""
 
 
 Value: TypeAlias = (

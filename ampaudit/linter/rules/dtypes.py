@@ -147,7 +147,8 @@ def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistak
     dtype = first.weights_dtype or first.cast
     if event.name not in ("log_softmax", "logsumexp") or not dtype:
         return
-    is_off = event.autocast.enabled is False or not flow.linked.mentions("autocast")
+    enabled = event.autocast.enabled
+    is_off = not (enabled if enabled is not None else flow.linked.mentions("autocast"))
     if is_off and flow.linked.uses_name("backward"):
         bits = 8 if dtype == "bfloat16" else 11
         yield Mistake(

@@ -14,6 +14,8 @@ from ampaudit.linter.flow.events import (
     EntryPointFollowed,
     Event,
     LossInside,
+    ManagedBackward,
+    ManagedStep,
     ModelCall,
     ScalerMade,
     ScalerScale,
@@ -36,7 +38,7 @@ from ampaudit.linter.flow.syntax import (
     names_in,
     simple_name,
 )
-from ampaudit.linter.flow.values import Autocast, DeviceValue, FunctionInfo, Scaler, literal_of
+from ampaudit.linter.flow.values import Autocast, DeviceValue, FunctionInfo, Scaler, Tensor, literal_of
 from ampaudit.linter.rules.rule import rule
 
 
@@ -88,33 +90,39 @@ def _stale_weights(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mis
     Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
     ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
     """
-    for event in of_type(followed.events, StepEvent):
-        block = _block_around_loop(event, followed.events)
+    for event in followed.events:
+        is_step = isinstance(event, StepEvent | ManagedStep)
+        block = _block_around_loop(event, followed.events) if is_step else None
         if block is not None:
             yield Mistake(
                 event.node,
-                f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each "
-                "weight once and keeps the copy: from the second iteration on, the model computes with the "
+                f"this step is in a loop inside the autocast block of line {line_of(block)}, which casts each"
+                " weight once and keeps the copy: from the second iteration on, the model computes with the "
                 "old weights",
                 "enter autocast anew in each iteration, around the forward pass and the loss only",
             )
 
 
-def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
-    """Return the autocast block around a loop that computes a loss and steps."""
+def _block_around_loop(step: Event, events: list[Event]) -> ast.AST | None:
+    """Return the autocast block, or the function with that decorator, around a loop with losses and steps."""
     contexts = {id(e.block): e.context for e in of_type(events, AutocastEntered)}
-    for index, guard in enumerate(step.guards) if step.autocast.is_certain else ():
+    for index, guard in enumerate(step.guards):
         context = contexts.get(id(guard.node)) if guard.kind == "with" else None
-        if context is None or not isinstance(guard.node, ast.With):
+        if context is None or not context.is_certain:
             continue
         loops = [g.node for g in step.guards[index + 1 :] if g.kind == "loop"]
+        backwards = [e for e in events if isinstance(e, Backward | ManagedBackward)]
         computes = any(
-            e.is_inside(loop) and (e.loss.computed_under != "" or e.is_inside(guard.node))
-            for e in of_type(events, Backward)
+            e.is_inside(loop) and (e.is_inside(guard.node) or _is_computed_inside(e))
+            for e in backwards
             for loop in loops
         )
-        return guard.node if context.caches and context.enabled is True and computes else None
+        return guard.node if context.caches and computes else None
     return None
+
+
+def _is_computed_inside(event: Backward | ManagedBackward) -> bool:
+    return isinstance(event.loss, Tensor) and event.loss.computed_under != ""
 
 
 @rule("AMP854", EntryPointFollowed, of_dtypes=True)
@@ -141,7 +149,7 @@ def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> I
 
     Fixed by pull request 165068 of pytorch, of December 2025; reported in issues 65766, 105211 and 112583.
     """
-    if not any(isinstance(event, Backward | UnknownBackward) for event in followed.events):
+    if not any(isinstance(event, Backward | ManagedBackward | UnknownBackward) for event in followed.events):
         return
     blocks = {id(e.block) for e in of_type(followed.events, AutocastEntered) if e.context.caches}
     calls = of_type(followed.events, ModelCall)
@@ -220,7 +228,11 @@ def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> It
 def _autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for autocast with its default dtype where the scaler or a name has the dtype that was chosen."""
     for call in _autocasts(followed.events) if of_type(followed.events, Backward) else ():
-        if len(call.args) > 1 or any(keyword.arg in ("dtype", None) for keyword in call.keywords):
+        if (
+            flow.linked.mentions("set_autocast")
+            or len(call.args) > 1
+            or any(keyword.arg in ("dtype", None) for keyword in call.keywords)
+        ):
             continue
         calls = [scaler.node for scaler in _scalers(flow, followed.events)]
         switches = [keyword_value(node, "enabled") for node in calls if isinstance(node, ast.Call)]

@@ -1,0 +1,140 @@
+"""Mistakes in other ways of writing them: what frameworks run, names of numbers, casts far from their use."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampaudit.findings.finding import Severity
+from tests.linter.examples import lint
+
+
+def alarms(text: str) -> set[str]:
+    linted = lint(text)
+    assert not linted.unread
+    return {finding.code for finding in linted.findings if finding.severity != Severity.NOTE}
+
+
+NET = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+{imports}
+
+
+class Net(nn.Module):
+    def __init__(self, size, fill=-1e9, eps=1e-8):
+        super().__init__()
+        self.fc, self.fill, self.eps = nn.Linear(size, size), fill, eps
+
+    def forward(self, x, mask):
+        h = self.fc(x)
+        {body}
+
+
+{run}
+"""
+BY_ACCELERATE = """
+accelerator = Accelerator(mixed_precision={precision})
+net = Net(4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+for x, mask, y in loader:
+    loss = F.mse_loss(net(x, mask), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BY_FABRIC = """
+fabric = Fabric(precision={precision})
+net = Net(4)
+net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for x, mask, y in loader:
+    fabric.backward(F.mse_loss(net(x, mask), y))
+    optimizer.step()
+"""
+INVERSE = "return torch.linalg.inv(h.t() @ h)"
+
+
+@pytest.mark.parametrize(
+    ("run", "precision", "body", "expected"),
+    [
+        (BY_ACCELERATE, '"fp16"', INVERSE, {"AMP846"}),
+        (BY_ACCELERATE, '"bf16"', INVERSE, {"AMP846"}),
+        (BY_ACCELERATE, '"no"', INVERSE, set()),
+        (BY_ACCELERATE, "args.precision", INVERSE, set()),
+        (BY_FABRIC, '"16-mixed"', INVERSE, {"AMP846"}),
+        (BY_FABRIC, '"32-true"', INVERSE, set()),
+        (BY_ACCELERATE, '"fp16"', "return torch.linalg.inv((h.t() @ h).float())", set()),
+        (BY_ACCELERATE, '"fp16"', "return h.log_softmax(-1)", set()),
+    ],
+)
+def test_a_framework_calls_the_model_under_autocast(
+    run: str, precision: str, body: str, expected: set[str]
+) -> None:
+    imports = "from accelerate import Accelerator\nfrom lightning.fabric import Fabric"
+    text = NET.format(imports=imports, body=body, run=run.format(precision=precision))
+    assert alarms(text) == expected
+
+
+BLOCK = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+{before}
+    for x, y in loader:
+        {inside}
+            loss = torch.nn.functional.mse_loss(model(x), y)
+        {backward}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+BY_ITSELF = "accelerator.backward(loss)"
+CUDA = 'torch.autocast("cuda", dtype=torch.bfloat16{more})'
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "backward", "expected"),
+    [
+        ("with accelerator.autocast():", "if True:", BY_ITSELF, {"AMP852"}),
+        (f"with {CUDA.format(more='')}:", "if True:", BY_ITSELF, {"AMP852"}),
+        (f"with {CUDA.format(more=', cache_enabled=False')}:", "if True:", BY_ITSELF, set()),
+        ("if True:", "with accelerator.autocast():", BY_ITSELF, set()),
+    ],
+)
+def test_blocks_around_a_loop(before: str, inside: str, backward: str, expected: set[str]) -> None:
+    assert alarms(BLOCK.format(before=before, inside=inside, backward=backward)) == expected
+
+
+DECORATED = """
+import torch
+
+
+@torch.autocast("cuda", dtype=torch.bfloat16{more})
+def train(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+DEFAULT_DTYPE = """
+import torch
+
+dtype = torch.bfloat16 if args.short else torch.float16
+{chosen}
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+"""
+
+
+def test_a_decorator_is_a_block() -> None:
+    assert alarms(DECORATED.format(more="")) == {"AMP852"}
+    assert "AMP852" not in alarms(DECORATED.format(more=", cache_enabled=False"))
+
+
+def test_the_default_dtype_of_autocast_may_be_set() -> None:
+    assert "AMP856" in alarms(DEFAULT_DTYPE.format(chosen=""))
+    assert "AMP856" not in alarms(DEFAULT_DTYPE.format(chosen='torch.set_autocast_dtype("cuda", dtype)'))
