@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ampaudit.findings.finding import Severity
 from tests.linter.examples import lint
@@ -138,3 +139,73 @@ def test_a_decorator_is_a_block() -> None:
 def test_the_default_dtype_of_autocast_may_be_set() -> None:
     assert "AMP856" in alarms(DEFAULT_DTYPE.format(chosen=""))
     assert "AMP856" not in alarms(DEFAULT_DTYPE.format(chosen='torch.set_autocast_dtype("cuda", dtype)'))
+
+
+CALLED = """
+def predict(x, mask):
+    net = Net(4{more})
+    with torch.autocast("cuda", dtype=torch.float16):
+        return net(x, mask)
+"""
+HALVED = """
+net = Net(4).half().cuda()
+
+
+@torch.no_grad()
+def predict(x, mask):
+    return net(x.half(), mask)
+"""
+
+
+@pytest.mark.parametrize("run", [CALLED, HALVED])
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return h.masked_fill(mask, self.fill)", {"AMP860"}),
+        ("return torch.where(mask, h, torch.full_like(h, self.fill))", {"AMP860"}),
+        ("h[mask] = self.fill; return h", {"AMP860"}),
+        ("return h.fill_diagonal_(self.fill)", {"AMP860"}),
+        ("return h + (1.0 - mask.to(h.dtype)) * -1e9", {"AMP860"}),
+        ("return h.float().masked_fill(mask, self.fill)", set()),
+        ("return h / (h.amax(-1) + self.eps)", {"AMP861"}),
+        ("return h / (h.float().amax(-1) + self.eps)", set()),
+    ],
+)
+def test_numbers_that_arguments_stand_for(run: str, body: str, expected: set[str]) -> None:
+    assert alarms(NET.format(imports="", body=body, run=run.format(more=""))) == expected
+
+
+def test_a_call_decides_what_a_default_is() -> None:
+    body = "return h.masked_fill(mask, self.fill) / (h.amax(-1) + self.eps)"
+    run = CALLED.format(more=", fill=-1e4, eps=1e-6")
+    assert alarms(NET.format(imports="", body=body, run=run)) == set()
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["h.masked_fill(mask, -1e9)", "torch.full_like(h, -1e9)", "h.fill_diagonal_(-1e9)", "h.fill_(-1e9)"],
+)
+def test_torch_refuses_what_float16_cannot_hold(body: str) -> None:
+    tensors = {"h": torch.zeros(2, 2, dtype=torch.float16), "mask": torch.eye(2, dtype=torch.bool)}
+    with pytest.raises(RuntimeError, match="without overflow"):
+        eval(body, {"torch": torch}, tensors)
+
+
+LOGITS = """
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype=torch.{dtype}).cuda()
+
+
+@torch.no_grad()
+def banned(ids, words):
+    logits = model(ids).logits
+    logits[:, words] = -1e9
+    return logits
+"""
+
+
+def test_logits_have_the_dtype_of_the_weights() -> None:
+    assert alarms(LOGITS.format(dtype="float16")) == {"AMP860"}
+    assert alarms(LOGITS.format(dtype="bfloat16")) == set()

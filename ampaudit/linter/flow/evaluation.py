@@ -119,8 +119,11 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
         interpreter.assign(target, value)
+        owner = interpreter.evaluate(target.value) if isinstance(target, ast.Subscript) else UNKNOWN
+        if isinstance(target, ast.Subscript) and isinstance(owner, Tensor):
+            interpreter.record_dtypes(node, [owner])
+            interpreter.record_number(node.value, value)
         if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
-            owner = interpreter.evaluate(target.value)
             call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
         if isinstance(target, ast.Attribute) and target.attr in ("requires_grad", "data"):
             owner = interpreter.evaluate(target.value)
@@ -141,7 +144,8 @@ def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
         return any(_selects_by_tensor(interpreter, part) for part in index.elts)
     if isinstance(index, ast.Call | ast.Name):
         return isinstance(interpreter.evaluate(index), Tensor)
-    return isinstance(index, ast.Compare)
+    is_inverse = isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.Invert)
+    return is_inverse or isinstance(index, ast.Compare)
 
 
 def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:
@@ -368,6 +372,7 @@ def _class_attribute(interpreter: Interpreter, owner: Instance, name: str) -> Va
 def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
+        interpreter.record_number(side, value)
         if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
             interpreter.record(GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
@@ -393,7 +398,10 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
 
 def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     value = interpreter.evaluate(node.operand)
-    is_kept = isinstance(node.op, ast.USub) and isinstance(value, Tensor)
+    number, is_minus = literal_of(value), isinstance(node.op, ast.USub)
+    if is_minus and type(number) in (int, float):
+        return LiteralValue(-number)  # type: ignore[operator]
+    is_kept = is_minus and isinstance(value, Tensor)
     return value if is_kept or isinstance(value, Remainder) else UNKNOWN
 
 
@@ -505,8 +513,10 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
         if isinstance(index, int) and -len(base.items) <= index < len(base.items):
             return base.items[index]
         return UNKNOWN
-    if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
+    if isinstance(base, LossGradients | Parameters | KnownItems):
         return item_of(base)
+    if isinstance(base, Managed):
+        return base
     if isinstance(base, Tensor):
         return base._replace(upcast=None)
     text = dotted_name(node)

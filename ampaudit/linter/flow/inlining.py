@@ -26,6 +26,7 @@ from ampaudit.linter.flow.values import (
     Autocast,
     ClassInfo,
     ContextManager,
+    DictLiteral,
     Function,
     FunctionInfo,
     ImportedName,
@@ -160,11 +161,10 @@ def _bind_parameters(
     for index, argument in enumerate(parameters.values()):
         value = passed = values.get(argument.arg, values.get(str(index)) if index < len(names) else None)
         default = defaults.get(argument.arg)
-        if value is None and isinstance(default, ast.Constant):
-            value = LiteralValue(default.value)
-        elif value is None and isinstance(default, ast.Name | ast.Attribute):
+        if value is None and default is not None:
             named = interpreter.evaluate(default)
-            value = named if isinstance(named, ImportedName) else None
+            is_known = isinstance(named, LiteralValue | ImportedName | Instance | DictLiteral)
+            value = named if is_known else None
         if isinstance(value, LiteralValue) and not value.is_given:
             value = _literal_argument(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value

@@ -250,9 +250,18 @@ class Interpreter:
     def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
         """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
         certainty = Certainty.LIKELY if self.guesses else Certainty.KNOWN
-        for dtype in {value.dtype for value in operands if isinstance(value, Tensor) and value.dtype}:
-            certainties = self.dtype_uses.ops.setdefault(dtype, {})
-            certainties[node] = max(certainty, certainties.get(node, certainty))
+        for value in operands:
+            dtype = (value.dtype or value.weights_dtype) if isinstance(value, Tensor) else ""
+            if isinstance(value, Tensor) and dtype:
+                sure = certainty if value.dtype else Certainty.LIKELY
+                certainties = self.dtype_uses.ops.setdefault(dtype, {})
+                certainties[node] = max(sure, certainties.get(node, sure))
+
+    def record_number(self, node: ast.expr, value: Value) -> None:
+        """Record the number that a name stands for where it is an operand."""
+        number = literal_of(value)
+        if type(number) in (int, float) and isinstance(node, ast.Name | ast.Attribute):
+            self.dtype_uses.numbers.setdefault(node, number)  # type: ignore[arg-type]
 
     # conditions
 
@@ -408,8 +417,9 @@ class Interpreter:
                 self.state.bind(self.point.frame, text, value)
         elif isinstance(target, ast.Tuple | ast.List):
             items = value.items if isinstance(value, KnownItems) and not value.repeated else ()
+            each = value if isinstance(value, Managed) else item_of(value)
             for index, part in enumerate(target.elts):
-                self.assign(part, items[index] if index < len(items) else item_of(value))
+                self.assign(part, items[index] if index < len(items) else each)
         elif isinstance(target, ast.Starred):
             self.assign(target.value, UNKNOWN)
         elif isinstance(target, ast.Subscript):
@@ -487,10 +497,12 @@ class DtypeUses:
     Attributes:
         ops: Certainty of each op's dtype, by dtype.
         half_lines: First lines of statements under float16 autocast.
+        numbers: Numbers that names stand for, where they are operands.
     """
 
     ops: dict[str, dict[ast.AST, Certainty]] = field(default_factory=dict)
     half_lines: set[int] = field(default_factory=set)
+    numbers: dict[ast.AST, float] = field(default_factory=dict)
 
     def positions(self, dtype: str) -> dict[tuple[int, int], Certainty]:
         """Return the positions of ops with an operand of a dtype, and of their arguments."""

@@ -224,7 +224,7 @@ def call_model(
     if model.layers and model.layers[0] in MATRIX_LAYERS:
         has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
         is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
-        known = weights_dtype if is_cast or has_dtype else interpreter.point.weights or "float32"
+        known = weights_dtype if is_cast or has_dtype else "" if interpreter.point.weights else "float32"
         check_input(interpreter, node, model.layers[0], arguments, known)
     elif model.origin.startswith(_NETWORKS):
         check_input(interpreter, node, "Model", arguments, weights_dtype)
@@ -316,15 +316,19 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
 
 def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Arguments, cast: str) -> str:
     """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
+    is_off = interpreter.point.autocast.enabled is not True
+    given = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
+    # of the model that is followed; a layer that takes float32 was cast back
+    weights = interpreter.point.weights if is_off and given != "float32" else ""
     for layer in reversed(model.layers):
         if layer in MATRIX_LAYERS:
-            return cast
+            return cast or weights
         if layer in FLOAT32_LAYERS:
-            return "float32" if cast else ""
+            return "float32" if cast else weights
         if layer not in LAYERS_WITHOUT_DTYPE:
             return ""
     if model.layers:
-        return arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
+        return given
     is_known = model.origin.startswith(_NETWORKS)
     interpreter.guesses = interpreter.guesses or is_known
     return cast if is_known else ""

@@ -399,7 +399,7 @@ def item_of(value: Value) -> Value:
             result = _one_of(result, item)
         several = len(value.items) > 1 or value.repeated
         return replace(result, one_of_several=True) if isinstance(result, Optimizer) and several else result
-    return value if isinstance(value, Tensor | LossGradients | Parameters | Managed) else UNKNOWN
+    return value if isinstance(value, Tensor | LossGradients | Parameters) else UNKNOWN
 
 
 def _one_of(one: Value, other: Value) -> Value:

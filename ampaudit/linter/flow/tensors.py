@@ -93,7 +93,8 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
     implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
-    is_off = interpreter.point.autocast.enabled is False and len(values) > 1
+    enabled, weights = interpreter.point.autocast.enabled, interpreter.point.weights
+    is_off = len(values) > 1 and (enabled is False or (enabled is None and weights != ""))
     scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
         dtype=_dtype_of_pair(*values[:2]) if is_off else cast,

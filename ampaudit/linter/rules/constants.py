@@ -46,6 +46,7 @@ _BELOW_ONE: Final = {
     "bfloat16": (BFLOAT16_ROUNDS_TO_ONE, "0.996", "0.99"),
 }
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
+_OTHER_FILLS: Final = frozenset("fill_ fill_diagonal_ index_fill index_fill_ full_like new_full".split())
 _LOGARITHMS: Final = frozenset("log log1p log2 log10 logit atanh".split())  # infinite at 0 or 1
 
 
@@ -77,7 +78,8 @@ def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
     diagnostics: list[Diagnostic] = []
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
-    finder = ConstantFinder(_named_constants(script, lines), bfloat16)
+    finder = ConstantFinder(_named_constants(script, lines), uses.numbers, float16, bfloat16)
+    lines = sorted({*lines, *(line_of(node) for node, n in uses.numbers.items() if _is_extreme(n))})
     if finder.named:
         last = set(map(last_component, finder.named))
         names = (node for node in script.of_type(ast.Name, ast.Attribute) if simple_name(node) in last)
@@ -239,10 +241,14 @@ class ConstantFinder:
 
     Attributes:
         named: Values of names that stand for such numbers.
+        numbers: Numbers that names stand for, by the flow.
+        float16: Positions of ops with a float16 operand, and of their operands.
         bfloat16: Positions of ops with a bfloat16 operand.
     """
 
     named: dict[str, ast.expr]
+    numbers: Mapping[ast.AST, float]
+    float16: Mapping[tuple[int, int], Certainty]
     bfloat16: Mapping[tuple[int, int], Certainty]
 
     def check(self, statement: ast.stmt, module: bool) -> Iterator[UnfitNumber]:
@@ -264,8 +270,17 @@ class ConstantFinder:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._literal(node.operand)
             return None if value is None else -value
+        if node in self.numbers:
+            return float(self.numbers[node])
         is_name = isinstance(node, ast.Name | ast.Attribute)
         return number_of(self.named.get(dotted_name(node), node) if is_name else node)
+
+    def _is_float16(self, value: ast.expr) -> bool:
+        """Return whether a number is the operand of an op of a float16 tensor, by the flow."""
+        return position_of(value) in self.float16
+
+    def _is_exempt(self, value: ast.expr, other: ast.AST) -> bool:
+        return not self._is_float16(value) and _is_float32(other)
 
     def _too_large(self, node: ast.AST) -> bool:
         value = self._literal(node)
@@ -290,23 +305,32 @@ class ConstantFinder:
             values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
             for value in values:
                 receiver = node.args[0] if index == 2 and node.args else node.func.value
-                if self._too_large(value) and not _is_float32(receiver):
+                if self._too_large(value) and not self._is_exempt(value, receiver):
                     yield self._mask_diagnostic(value, dotted_name(receiver))
-        elif name == "where" and node.args and mentions(node.args[0], "mask"):
+        elif name in _OTHER_FILLS:
+            for value in (*node.args, *(keyword.value for keyword in node.keywords)):
+                if self._too_large(value) and self._is_float16(value):
+                    yield self._mask_diagnostic(value)
+        elif name == "where" and node.args:
             for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
                 # two numbers create a float32 tensor, which promotes what it is added to
-                if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
+                is_fill = self._too_large(value) and self._literal(other) is None
+                is_mask = mentions(node.args[0], "mask") or self._is_float16(value)
+                if is_fill and is_mask and not self._is_exempt(value, other):
                     yield self._mask_diagnostic(value, dotted_name(other))
 
     def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._too_large(value) and mentions(other, "mask") and not _is_float32(other):
-                yield self._mask_diagnostic(value, node=node)
+            is_low = self._is_float16(value) and (self._literal(value) or 0) < 0
+            is_mask = self._too_large(value) and (is_low or mentions(other, "mask"))
+            if is_mask and not self._is_exempt(value, other):
+                yield self._mask_diagnostic(value, node=value if is_low else node)
 
     def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
         # a large positive number initializes the search for a minimum, mostly outside 16 bits
         low = (self._literal(node.value) or 0) < 0
-        if low and self._too_large(node.value) and mentions(target.slice, "mask"):
+        is_mask = mentions(target.slice, "mask") or self._is_float16(node.value)
+        if low and self._too_large(node.value) and is_mask:
             name = dotted_name(target.value)
             if name and not name.startswith("np"):
                 yield self._mask_diagnostic(node.value, name)
@@ -333,7 +357,8 @@ class ConstantFinder:
 
     def _check_sum(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
+            is_eps = self._rounds_to_zero(value) and self._literal(other) is None
+            if is_eps and not self._is_exempt(value, other):
                 yield self._eps_diagnostic(value)
 
     def _check_clamp(self, node: ast.Call) -> Iterator[UnfitNumber]:
@@ -345,7 +370,7 @@ class ConstantFinder:
             receiver = node.args[0] if node.args else node
         values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
         for value in values:
-            if self._rounds_to_zero(value) and not _is_float32(receiver):
+            if self._rounds_to_zero(value) and not self._is_exempt(value, receiver):
                 yield self._eps_diagnostic(value)
         largest = node.args[-1:] if len(node.args) > 1 else []
         dtype = "bfloat16" if position_of(node) in self.bfloat16 else "float16"
