@@ -168,6 +168,7 @@ def predict(x, mask):
         ("return h + (1.0 - mask.to(h.dtype)) * -1e9", {"AMP860"}),
         ("return h.float().masked_fill(mask, self.fill)", set()),
         ("return h / (h.amax(-1) + self.eps)", {"AMP861"}),
+        ("return torch.clamp(h.amax(-1, keepdim=True), min=self.eps)", {"AMP861"}),
         ("return h / (h.float().amax(-1) + self.eps)", set()),
     ],
 )
@@ -209,3 +210,86 @@ def banned(ids, words):
 def test_logits_have_the_dtype_of_the_weights() -> None:
     assert alarms(LOGITS.format(dtype="float16")) == {"AMP860"}
     assert alarms(LOGITS.format(dtype="bfloat16")) == set()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return torch.linalg.inv(h.t() @ h / h.shape[0])", {"AMP846"}),
+        ("return torch.linalg.inv(h.t() @ h / (len(h) - 1))", {"AMP846"}),
+        ("return torch.linalg.inv(h.t() @ h / math.sqrt(h.size(0)))", {"AMP846"}),
+        ("return torch.linalg.inv(h.t() @ h / scale)", set()),
+        ("return torch.linalg.inv(h.t() @ h.sum(0, dtype=torch.float32))", {"AMP846"}),
+        ("return torch.linalg.inv(h.mean(0, dtype=torch.float32))", set()),
+    ],
+)
+def test_numbers_of_python_leave_the_dtype(body: str, expected: set[str]) -> None:
+    assert alarms(NET.format(imports="import math", body=body, run=CALLED.format(more=""))) == expected
+
+
+SUMMED = """
+import torch
+from torch import nn
+
+net = nn.Linear(9, 9).cuda()
+
+
+def total(x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        y = net(x)
+    return {value}
+"""
+
+
+@pytest.mark.parametrize("value", ["y.sum({})", "torch.sum(y{})"])
+def test_an_op_may_be_given_its_dtype(value: str) -> None:
+    assert alarms(SUMMED.format(value=value.format(""))) == {"AMP873"}
+    more = ", dtype=torch.float32" if value.startswith("torch") else "dtype=torch.float32"
+    assert alarms(SUMMED.format(value=value.format(more))) == set()
+
+
+STEPS = """
+import torch
+from torch import nn
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.loss_of = nn.Linear(9, 1).cuda(), nn.MSELoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            return self.model(x)
+
+    def step(self, x, y):
+        loss = self.loss_of(self.forward(x){cast}, y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+
+
+def test_what_runs_backward_begins_outside_autocast() -> None:
+    assert alarms(STEPS.format(cast="")) == {"AMP854"}
+    assert alarms(STEPS.format(cast=".float()")) == set()
+
+
+CACHE = """
+import torch
+
+
+def build(size, dtype):
+    positions = torch.arange(size, dtype=dtype)
+    return torch.cos(positions[:, None] * torch.rand(8))
+
+
+cache = build(8192, torch.{dtype})
+"""
+
+
+def test_a_helper_is_followed_that_is_given_a_dtype() -> None:
+    assert alarms(CACHE.format(dtype="bfloat16")) == {"AMP869"}
+    assert alarms(CACHE.format(dtype="float32")) == set()

@@ -44,7 +44,6 @@ from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     FRAMEWORKS,
     HARMLESS_METHODS,
-    KEEPS_DTYPE,
     LOSS_FUNCTIONS,
     MAKES_TENSORS,
     MATRIX_PRODUCTS,
@@ -56,6 +55,7 @@ from ampaudit.linter.flow.torch_names import (
 )
 from ampaudit.linter.flow.values import (
     MAYBE,
+    NUMBER,
     UNKNOWN,
     UNSCALED_TENSOR,
     Arguments,
@@ -128,6 +128,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return objects.with_adapters(interpreter, node, model)
     if path in _PASS_THROUGH or isinstance(copied, StateDict):
         return arguments.first
+    if path.startswith("math."):
+        return NUMBER
     if path.startswith("builtins."):
         return _call_builtin(interpreter, node, name, arguments)
     return unknown_call(interpreter, node, path, arguments)
@@ -215,8 +217,8 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in values) else UNKNOWN
     return Tensor(
         scaler_key=tensors.common_scale(tensor),
-        dtype=_dtype(interpreter, name, tensor),
-        weights_dtype=next((v.weights_dtype for v in tensor if name in KEEPS_DTYPE), ""),
+        dtype=_dtype(interpreter, name, tensor, arguments.keywords.get("dtype")),
+        weights_dtype=tensor[0].weights_dtype if tensors.keeps_dtype(interpreter, name) else "",
         computed_under=tensors.computed_under(interpreter, tensor),
         model_calls=tensors.all_model_calls(tensor),
         rounded=tensors.first_rounded(tensor),
@@ -233,11 +235,13 @@ def _sums(equation: Value | None) -> bool:
     return bool(set(filter(str.isalpha, indices)) - set(result))
 
 
-def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
+def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor], chosen: Value | None) -> str:
     """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
+    if chosen is not None:
+        return tensors.dtype_named(chosen)
     if by_autocast := tensors.dtype_of_result(interpreter, name):
         return by_autocast
-    dtypes = {value.dtype for value in operands}
+    dtypes = {value.dtype for value in operands if value.dtype != "number"}
     return dtypes.pop() if len(dtypes) == 1 and tensors.keeps_dtype(interpreter, name) else ""
 
 
@@ -319,10 +323,12 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
         return interpreter.evaluate(
             ast.copy_location(ast.Attribute(node.args[0], attribute, ast.Load()), node)
         )
+    if name == "len":
+        return NUMBER
     return UNSCALED_TENSOR if name in _NUMBERS_AND_TEXTS else UNKNOWN
 
 
-_NUMBERS_AND_TEXTS: Final = frozenset("len range int str min max round abs print".split())
+_NUMBERS_AND_TEXTS: Final = frozenset("range int str min max round abs print".split())
 
 
 def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
@@ -653,7 +659,8 @@ def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Argume
     is_16_bit = interpreter.point.autocast.enabled is True or any(
         value.cast
         if isinstance(value, Tensor)
-        else isinstance(value, Model) and interpreter.state.weights_cast(value.key)
+        else tensors.dtype_named(value) in ("float16", "bfloat16")
+        or (isinstance(value, Model) and interpreter.state.weights_cast(value.key))
         for value in arguments.all()
     )
     is_expression = isinstance(info.node.body[0], ast.Return)

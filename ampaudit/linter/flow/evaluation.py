@@ -23,6 +23,7 @@ from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     MAYBE,
+    NUMBER,
     UNKNOWN,
     UNSCALED_TENSOR,
     Autocast,
@@ -143,7 +144,8 @@ def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
     if isinstance(index, ast.Tuple):
         return any(_selects_by_tensor(interpreter, part) for part in index.elts)
     if isinstance(index, ast.Call | ast.Name):
-        return isinstance(interpreter.evaluate(index), Tensor)
+        value = interpreter.evaluate(index)
+        return isinstance(value, Tensor) and value.dtype != "number"
     is_inverse = isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.Invert)
     return is_inverse or isinstance(index, ast.Compare)
 
@@ -324,6 +326,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
             return base._replace(is_detached=True) if node.attr == "data" else base
         if node.attr == "dtype" and base.dtype:
             return ImportedName(f"torch.{base.dtype}")
+        if node.attr == "shape":
+            return KnownItems((NUMBER,), repeated=True)
         is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype, as it does a loss
         dtype = base.weights_dtype if node.attr != "loss" else ""

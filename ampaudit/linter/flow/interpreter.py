@@ -507,7 +507,7 @@ class DtypeUses:
     def positions(self, dtype: str) -> dict[tuple[int, int], Certainty]:
         """Return the positions of ops with an operand of a dtype, and of their arguments."""
         return {
-            position_of(part): certainty
+            position_of(part.value if isinstance(part, ast.keyword) else part): certainty
             for node, certainty in self.ops.get(dtype, {}).items()
             for part in (node, *ast.iter_child_nodes(node))
         }

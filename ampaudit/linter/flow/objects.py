@@ -37,7 +37,13 @@ from ampaudit.linter.flow.state import (
     flattened,
     item_of,
 )
-from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
+from ampaudit.linter.flow.tensors import (
+    autocast_dtype,
+    call_op,
+    dtype_named,
+    follows_operands,
+    requested_dtype,
+)
 from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -233,9 +239,11 @@ def call_model(
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
+    weights = weights_dtype or place.weights
     value: Value = arguments.first
-    for module in model.modules:
-        value = call_model(interpreter, node, module, Arguments([value], {}, node))
+    with interpreter.entered(place._replace(weights=weights)):
+        for module in model.modules:
+            value = call_model(interpreter, node, module, Arguments([value], {}, node))
     if model.modules:
         return value
     info = method_of(model, method)
@@ -316,10 +324,10 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
 
 def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Arguments, cast: str) -> str:
     """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
-    is_off = interpreter.point.autocast.enabled is not True
     given = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
     # of the model that is followed; a layer that takes float32 was cast back
-    weights = interpreter.point.weights if is_off and given != "float32" else ""
+    is_16_bit = follows_operands(interpreter) and given != "float32"
+    weights = interpreter.point.weights if is_16_bit else ""
     for layer in reversed(model.layers):
         if layer in MATRIX_LAYERS:
             return cast or weights

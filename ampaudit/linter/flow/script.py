@@ -15,6 +15,7 @@ import re2
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.syntax import (
+    calls,
     condition_of,
     covers_line,
     dotted_name,
@@ -226,13 +227,14 @@ class Script:
     @cached_property
     def dtype_choices(self) -> dict[str, ast.expr]:
         """The names that are assigned either 16-bit dtype of torch, with what chooses it."""
-        return {
-            item.name: item.value
-            for assignments in self.assigned.values()
-            for item in assignments
-            if isinstance(item.value, ast.IfExp | ast.Subscript)
-            and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in walk(item.value)}
-        }
+        both, choices = {"torch.float16", "torch.bfloat16"}, {}
+        for name, items in self.assigned.items():
+            for item in items:
+                named = {dotted_name(node) for node in walk(item.value)}
+                beside = {dotted_name(i.value) for i in items if i.function is item.function}
+                if both <= (named if isinstance(item.value, ast.IfExp | ast.Subscript) else beside):
+                    choices[name] = item.value
+        return choices
 
     @cached_property
     def changing(self) -> frozenset[str]:
@@ -297,11 +299,13 @@ class Script:
         return any(map(_SCALES.search, self.names)) or any(map(_multiplies_loss_by_scale, products))
 
     def sets_own_context(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        """Return whether a function loops over data or enters autocast, and so not called under autocast."""
+        """Return whether a function loops over data, enters autocast, or runs backward: it begins outside."""
         if node.name == "forward":
             return False  # the loop that calls it is elsewhere
         loops = self.of_type(ast.For, ast.AsyncFor, ast.While, ast.With)
         inside = (loop for loop in loops if covers_line(node, loop.lineno))
+        if calls(node, "backward"):
+            return True
         return any(not isinstance(loop, ast.With) or enters_autocast(loop) for loop in inside)
 
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:

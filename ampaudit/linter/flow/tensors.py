@@ -10,7 +10,7 @@ from typing import Final
 from ampaudit.linter.flow.events import ModelCall, NumberRead, OpEvaluated
 from ampaudit.linter.flow.gradients import backward, use_loss_gradients
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.syntax import names_in
+from ampaudit.linter.flow.syntax import keyword_value, names_in
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     DTYPES,
@@ -20,6 +20,7 @@ from ampaudit.linter.flow.torch_names import (
 )
 from ampaudit.linter.flow.values import (
     MAYBE,
+    NUMBER,
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
@@ -27,6 +28,7 @@ from ampaudit.linter.flow.values import (
     Autocast,
     DtypeChoice,
     ImportedName,
+    KnownItems,
     LiteralValue,
     LossGradients,
     ScaleReading,
@@ -81,6 +83,8 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op, if they may know a dtype; there are too many of them to record."""
     tensors = tuple([value for value in operands if isinstance(value, Tensor)])
+    if isinstance(node, ast.Call) and keyword_value(node, "dtype") is not None:
+        return  # it casts its operands
     if any(t.dtype or t.weights_dtype or t.upcast or t.rounded for t in tensors):
         interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.point.autocast))
 
@@ -93,8 +97,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
     implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
-    enabled, weights = interpreter.point.autocast.enabled, interpreter.point.weights
-    is_off = len(values) > 1 and (enabled is False or (enabled is None and weights != ""))
+    is_off = len(values) > 1 and follows_operands(interpreter)
     scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
         dtype=_dtype_of_pair(*values[:2]) if is_off else cast,
@@ -199,8 +202,9 @@ def _dtype_of_pair(left: Value, right: Value) -> str:
     dtypes = {
         v.dtype if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)
     }
-    if len(dtypes) > 1:
-        dtypes.discard("integer")
+    for weaker in ("number", "integer"):
+        if len(dtypes) > 1:
+            dtypes.discard(weaker)
     if "float32" in dtypes:
         return "float32"
     return dtypes.pop() if len(dtypes) == 1 else ""
@@ -227,6 +231,8 @@ def tensor_method(
         interpreter.record(NumberRead, node, base)
         if name != "numpy":
             return UNSCALED_TENSOR
+    if name in ("size", "numel", "dim"):
+        return NUMBER if arguments.all() or name != "size" else KnownItems((NUMBER,), repeated=True)
     if name in ("detach", "detach_"):
         return base._replace(model_calls=frozenset(), is_detached=True, node=node)
     dtype = requested_dtype(name, arguments)
@@ -242,10 +248,10 @@ def tensor_method(
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, node, [base, *arguments.positional])
     call_op(interpreter, node, f"torch.{name}", [base, *arguments.all()])
+    chosen = arguments.keywords.get("dtype")
     if name == "sigmoid":
         return base._replace(sigmoid=node, upcast=None, node=node)
     if name in MAKES_LIKE:
-        chosen = arguments.keywords.get("dtype")
         return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=node)
     if name in WRITES_SAME_DTYPE:
         return base
@@ -253,10 +259,16 @@ def tensor_method(
         return base._replace(divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return base._replace(upcast=None, node=node)
-    if keeps_dtype(interpreter, name):
+    if keeps_dtype(interpreter, name) and chosen is None:
         return base._replace(node=node)
-    dtype = dtype_of_result(interpreter, name)
+    dtype = dtype_named(chosen) if chosen is not None else dtype_of_result(interpreter, name)
     return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=None, node=node)
+
+
+def follows_operands(interpreter: Interpreter) -> bool:
+    """Return whether ops compute in the dtype of their operands, as a 16-bit model does without autocast."""
+    enabled = interpreter.point.autocast.enabled
+    return enabled is False or (enabled is None and interpreter.point.weights != "")
 
 
 def keeps_dtype(interpreter: Interpreter, name: str) -> bool:
@@ -264,7 +276,7 @@ def keeps_dtype(interpreter: Interpreter, name: str) -> bool:
 
     That of exp counts as unknown, since mistakes that follow from its overflow have the same cause.
     """
-    is_off = interpreter.point.autocast.enabled is False
+    is_off = follows_operands(interpreter)
     return name in KEEPS_DTYPE or (is_off and name in AUTOCAST_FLOAT32 and name != "exp")
 
 

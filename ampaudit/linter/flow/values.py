@@ -309,7 +309,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         scaler_key: Key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
-        dtype: Dtype, if it is certain; ``integer`` for masks and whole numbers, which promote no float.
+        dtype: Dtype, if it is certain; ``integer`` for masks and whole numbers, which promote no float,
+            ``number`` for numbers of Python, which promote nothing.
         weights_dtype: 16-bit dtype of the weights of the model that returned it, else empty.
         computed_under: 16-bit dtype of autocast when it was computed, else empty.
         upcast: Call that has cast it to float32, if no op followed.
@@ -338,10 +339,11 @@ class Tensor(NamedTuple):
     @property
     def cast(self) -> str:
         """The 16-bit dtype that it certainly has, else empty."""
-        return "" if self.dtype in ("float32", "float64", "integer") else self.dtype
+        return "" if self.dtype in ("float32", "float64", "integer", "number") else self.dtype
 
 
 UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler
+NUMBER: Final = Tensor(dtype="number", model_calls=frozenset())  # of Python, such as a size
 
 
 @value_class(frozen=True, slots=True)
