@@ -293,3 +293,141 @@ cache = build(8192, torch.{dtype})
 def test_a_helper_is_followed_that_is_given_a_dtype() -> None:
     assert alarms(CACHE.format(dtype="bfloat16")) == {"AMP869"}
     assert alarms(CACHE.format(dtype="float32")) == set()
+
+
+AVERAGE = """
+import copy
+import torch
+
+net = build().cuda()
+optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+teacher = copy.deepcopy(net){cast}
+for x in loader:
+    net(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for a, b in zip(teacher.parameters(), net.parameters()):
+            {update}
+"""
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "a *= 0.999; a += 0.001 * b",
+        "a.data *= 0.999; a.data += 0.001 * b.data",
+        "a.data = 0.999 * a.data + (1 - 0.999) * b.data",
+        "a.data = a.data * decay + (1.0 - decay) * b.data",
+        "a.copy_(a * decay + b * (1 - decay))",
+    ],
+)
+def test_averages_by_operators(update: str) -> None:
+    assert alarms(AVERAGE.format(cast=".bfloat16()", update=update)) == {"AMP867"}
+    assert alarms(AVERAGE.format(cast="", update=update)) == set()
+
+
+def test_other_operators_average_nothing() -> None:
+    for update in ("a += 0.001 * b", "a.data = b.data", "a *= 0.999"):
+        assert alarms(AVERAGE.format(cast=".bfloat16()", update=update)) == set()
+
+
+SMALL_STEPS = """
+import argparse
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM
+
+settings = SimpleNamespace(rate=1e-5)
+model = AutoModelForCausalLM.from_pretrained("tiny", torch_dtype={dtype})
+optimizer = torch.optim.AdamW({parameters}, lr={rate})
+for batch in loader:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+TRAINED = "filter(lambda p: p.requires_grad, model.parameters())"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameters", "rate", "expected"),
+    [
+        ("torch.bfloat16", TRAINED, "settings.rate", {"AMP870"}),
+        ('"bfloat16"', TRAINED, "1e-5", {"AMP870"}),
+        ('"float16"', TRAINED, "1e-5", {"AMP862"}),
+        ('"float32"', TRAINED, "settings.rate", set()),
+        ('"auto"', TRAINED, "settings.rate", set()),
+        ("torch.bfloat16", TRAINED, "settings.other", set()),
+    ],
+)
+def test_settings_and_dtypes_of_an_optimizer(
+    dtype: str, parameters: str, rate: str, expected: set[str]
+) -> None:
+    assert alarms(SMALL_STEPS.format(dtype=dtype, parameters=parameters, rate=rate)) == expected
+
+
+CHOSEN = """
+import torch
+
+if args.short:
+    dtype = torch.bfloat16
+else:
+    dtype = torch.{other}
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+"""
+
+
+def test_statements_choose_a_dtype_as_well() -> None:
+    assert "AMP856" in alarms(CHOSEN.format(other="float16"))
+    assert "AMP856" not in alarms(CHOSEN.format(other="float32"))
+
+
+FUNCTION = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision={precision})
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+product = Product.apply
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return product(x, self.weight)
+"""
+
+
+def test_functions_that_a_framework_runs_under_autocast() -> None:
+    assert alarms(FUNCTION.format(precision='"bf16"')) == {"AMP850"}
+    assert alarms(FUNCTION.format(precision='"no"')) == set()
+
+
+HALF_TOTAL = """
+import torch
+
+total = torch.tensor(0.0, dtype=torch.{dtype})
+for loss in losses:
+    total += loss
+"""
+
+
+def test_a_total_in_a_tensor_of_one_number() -> None:
+    assert alarms(HALF_TOTAL.format(dtype="float16")) == {"AMP873"}
+    assert alarms(HALF_TOTAL.format(dtype="float32")) == set()

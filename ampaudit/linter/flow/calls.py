@@ -123,7 +123,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
     copied = copied.model if isinstance(copied, Managed) else copied
     if isinstance(copied, Model):
-        return replace(copied, key=key_of(node), node=node)
+        return objects.copy_model(interpreter, node, copied)
     if path == objects.WITH_ADAPTERS and isinstance(model := arguments.get(0, "model"), Model):
         return objects.with_adapters(interpreter, node, model)
     if path in _PASS_THROUGH or isinstance(copied, StateDict):
@@ -159,8 +159,11 @@ def _call_torch(
         return call_loss_function(
             interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
         )
-    if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
-        return modules
+    is_list = path in ("torch.nn.ModuleList", "torch.nn.ParameterList")
+    if is_list and arguments.positional and isinstance(arguments.first, KnownItems):
+        return arguments.first
+    if name == "AveragedModel" and isinstance(averaged := arguments.get(0, "model"), Model):
+        return objects.copy_model(interpreter, node, averaged)
     if path == "torch.utils.data.DataLoader" and "collate_fn" not in arguments.keywords:
         dataset = arguments.get(0, "dataset")
         if isinstance(dataset, KnownItems):
@@ -536,6 +539,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return method(interpreter, node, base, name, arguments)
     if name in ("parameters", "named_parameters") and not isinstance(base, DictLiteral):
         return Parameters(_owners(interpreter, node.func))
+    if base is UNKNOWN and name in _CASTS_MODELS and (text := _assigned_model(interpreter, node)):
+        return objects.model_method(interpreter, node, Model(f"name {text}"), name, arguments)
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
@@ -559,6 +564,21 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
+
+
+_CASTS_MODELS: Final = frozenset({"half", "float", "bfloat16", "to", "cuda"})
+
+
+def _assigned_model(interpreter: Interpreter, node: ast.Call) -> str:
+    """Return the name of a model to which a call is assigned, as ``net`` in ``net = build().half()``."""
+    statement = interpreter.statement
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return ""
+    value: ast.expr = statement.value
+    while value is not node and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    text = dotted_name(statement.targets[0]) if value is node else ""
+    return text if text and interpreter.point.script.usage.kind(text) == "model" else ""
 
 
 def _owners(interpreter: Interpreter, part: ast.expr) -> frozenset[str] | None:
@@ -654,12 +674,16 @@ def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments
     return Arguments(positional, {**dict(partial.keywords), **completion.keywords}, whole)
 
 
+def _items_of_dict(value: Value) -> tuple[Value, ...]:
+    return value.items if isinstance(value, DictLiteral) else (value,)
+
+
 def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:
     """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
     is_16_bit = interpreter.point.autocast.enabled is True or any(
         value.cast
         if isinstance(value, Tensor)
-        else tensors.dtype_named(value) in ("float16", "bfloat16")
+        else any(tensors.dtype_named(v) in ("float16", "bfloat16") for v in _items_of_dict(value))
         or (isinstance(value, Model) and interpreter.state.weights_cast(value.key))
         for value in arguments.all()
     )

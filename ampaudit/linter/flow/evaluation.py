@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.flow.calls import evaluate_call
@@ -13,10 +14,11 @@ from ampaudit.linter.flow.events import (
     PrecisionChosen,
     ScaleCompared,
     UnknownEffect,
+    WeightsAveraged,
 )
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
-from ampaudit.linter.flow.objects import cast_weights, freeze
+from ampaudit.linter.flow.objects import cast_weights, freeze, mixes
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
 from ampaudit.linter.flow.syntax import dotted_name, last_component, mentions, module_of, resets_count
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
@@ -119,6 +121,9 @@ def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
+        average = interpreter.evaluate(target) if mixes(target, node.value) else UNKNOWN
+        if isinstance(average, Parameters):
+            interpreter.record(WeightsAveraged, node, average)
         interpreter.assign(target, value)
         owner = interpreter.evaluate(target.value) if isinstance(target, ast.Subscript) else UNKNOWN
         if isinstance(target, ast.Subscript) and isinstance(owner, Tensor):
@@ -159,7 +164,14 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
     combined = ast.BinOp(left=node.target, op=node.op, right=node.value)
     ast.copy_location(combined, node)
     value = interpreter.evaluate(combined)
-    if not isinstance(node.target, ast.Subscript):
+    weights = interpreter.evaluate(node.target)
+    if isinstance(weights, Parameters):
+        if isinstance(node.op, ast.Add) and weights.decayed:
+            interpreter.record(WeightsAveraged, node, weights)
+        target = node.target
+        owner = target.value if isinstance(target, ast.Attribute) and target.attr == "data" else target
+        interpreter.assign(owner, replace(weights, decayed=isinstance(node.op, ast.Mult)))
+    elif not isinstance(node.target, ast.Subscript):
         interpreter.assign(node.target, value)
 
 

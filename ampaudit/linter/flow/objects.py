@@ -92,8 +92,9 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     )
     is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
-        dtype = dtype_named(arguments.keywords.get(name, UNKNOWN))
-        if dtype in CAST_BY_DTYPE:
+        value = arguments.keywords.get(name, UNKNOWN)
+        dtype = dtype_named(value) or literal_of(value)  # transformers takes its name as well
+        if isinstance(dtype, str) and dtype in CAST_BY_DTYPE:
             interpreter.state.set_fact(CAST_BY_DTYPE[dtype], node, model.key)
     return model
 
@@ -127,6 +128,9 @@ def model_method(
         return model
     if name in ("parameters", "named_parameters", "state_dict"):
         return Parameters(frozenset({model.key}))
+    if name == "update_parameters":
+        interpreter.record(WeightsAveraged, node, Parameters(frozenset({model.key})))
+        return UNKNOWN
     if name == "zero_grad":
         zero_gradients(interpreter, node)
         return UNKNOWN
@@ -183,6 +187,14 @@ def cast_weights(interpreter: Interpreter, model: str, dtype: str, node: ast.AST
     """Record that the weights of a model are cast to a dtype."""
     for name, kind in CAST_BY_DTYPE.items():
         interpreter.state.set_fact(kind, node if dtype == name else None, model)
+
+
+def copy_model(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:
+    """Return a copy of a model, whose weights have the same dtype."""
+    copied = replace(model, key=key_of(node), node=node)
+    for kind in CAST_BY_DTYPE.values():
+        interpreter.state.set_fact(kind, interpreter.state.get(kind, model.key), copied.key)
+    return copied
 
 
 def with_adapters(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:
@@ -442,14 +454,21 @@ def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
     interpreter.state.set_fact(FROZEN, True if is_frozen else None, model)
 
 
+def mixes(target: ast.expr, value: ast.expr) -> bool:
+    """Return whether a value is ``decay * x + (1 - decay) * y`` for a target ``x``."""
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return False
+    text = ast.unparse(value).replace("1.0 - ", "1 - ")
+    return "1 - " in text and ast.unparse(target) in text
+
+
 def _averages_itself(node: ast.Call) -> bool:
     """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)`` or ``x.sub_(rate * (x - y))``."""
     if not isinstance(node.func, ast.Attribute) or not node.args:
         return False
     target, argument = ast.unparse(node.func.value), node.args[0]
     if node.func.attr == "copy_":
-        text = ast.unparse(argument).replace("1.0 - ", "1 - ")
-        return target in text and " + " in text and "1 - " in text
+        return mixes(node.func.value, argument)
     return any(
         isinstance(part, ast.BinOp)
         and isinstance(part.op, ast.Sub)

@@ -68,7 +68,7 @@ KEEPS_DTYPE: Final = frozenset(
 # functions that make tensors, and whether these are float32 if no dtype is given
 MAKES_TENSORS: Final = {
     **dict.fromkeys("zeros ones empty rand randn linspace logspace eye".split(), True),
-    **dict.fromkeys("arange full".split(), False),
+    **dict.fromkeys("arange full tensor".split(), False),
 }
 # methods that make tensors of the same dtype, unless another one is given
 MAKES_LIKE: Final = frozenset("new_zeros new_ones new_empty new_full".split())

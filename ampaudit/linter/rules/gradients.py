@@ -10,7 +10,7 @@ from ampaudit.linter.diagnostic import Fix, Mistake, line_of
 from ampaudit.linter.flow.events import Clip, GradientNorm, GradientRead, OptimizerStep, ScalerStep
 from ampaudit.linter.flow.gradients import has_single_optimizer
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.state import STAGE
+from ampaudit.linter.flow.state import STAGE, item_of
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     following_step,
@@ -21,7 +21,7 @@ from ampaudit.linter.flow.statement_context import (
 from ampaudit.linter.flow.syntax import mentions, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
-from ampaudit.linter.flow.values import MAYBE, UNSCALED, Arguments, Parameters, ScaleReading
+from ampaudit.linter.flow.values import MAYBE, UNKNOWN, UNSCALED, Arguments, Parameters, ScaleReading
 from ampaudit.linter.rules.rule import rule
 
 
@@ -117,7 +117,7 @@ def _advice_of_framework(flow: Interpreter, *, clips: bool) -> str:
 
 @rule("AMP871", Clip)
 def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
-    parameters = event.arguments.get(0, "parameters")
+    parameters = item_of(event.arguments.get(0, "parameters") or UNKNOWN)
     models = parameters.models if isinstance(parameters, Parameters) else None
     tests = [guard.node.test for guard in flow.point.guards if isinstance(guard.node, ast.If)]
     has_alternative = any(mentions(test, "clip_grad_norm_") for test in tests)

@@ -305,7 +305,8 @@ _PRODUCTS: Final = frozenset(
 def _autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report functions with matrix products that lack ``custom_fwd`` or ``custom_bwd``."""
     script = flow.linked.main
-    if "autocast" not in script.text or "Function" not in script.text:
+    is_used = "autocast" in script.text or any(managed.autocast for managed in flow.managers)
+    if not is_used or "Function" not in script.text:
         return
     for info in script.classes.values():
         methods = {name: info.methods[name] for name in _DECORATORS if name in info.methods}
@@ -374,7 +375,14 @@ def _multiplies(function: ast.AST) -> bool:
 
 def _runs_under_autocast(script: Script, name: str) -> bool:
     """Return whether it is applied in an autocast block, in a module, or by a function called in one."""
-    blocks = filter(enters_autocast, script.of_type(ast.With))
+    contexts = {item.name for item in script.assignments if mentions(item.value, "autocast")}
+    aliases = {item.name for item in script.assignments if dotted_name(item.value) == f"{name}.apply"}
+    applied = {f"{name}.apply", *aliases}
+    blocks = [
+        block
+        for block in script.of_type(ast.With)
+        if enters_autocast(block) or any(dotted_name(i.context_expr) in contexts for i in block.items)
+    ]
     inside = {dotted_name(node) for block in blocks for node in ast.walk(block)} - {""}
 
     def is_entered(node: ast.AST) -> bool:
@@ -387,6 +395,6 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
         )
 
     def applies(node: ast.AST) -> bool:
-        return any(dotted_name(part) == f"{name}.apply" for part in ast.walk(node))
+        return any(dotted_name(part) in applied for part in ast.walk(node))
 
-    return f"{name}.apply" in inside or any(is_entered(node) and applies(node) for node in script.nodes())
+    return bool(applied & inside) or any(is_entered(node) and applies(node) for node in script.nodes())
