@@ -328,8 +328,8 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     ),
     "the input": (lambda m, x: m.norm(x + m.branch(x)), "an input of the model is on the stream"),
     "a constant": (lambda m, x: m.norm(added(m, x) + torch.arange(8.0)), "no weight scales"),
-    "a number": (lambda m, x: m.norm(added(m, x) + 0.25), "is no attribute"),
-    "eps in the code": (lambda m, x: F.layer_norm(added(m, x), (8,)), "is no attribute"),
+    "a number": (lambda m, x: m.norm(added(m, x) + 0.25), "is not an attribute"),
+    "eps in the code": (lambda m, x: F.layer_norm(added(m, x), (8,)), "is not an attribute"),
     "written into zeros": (
         lambda m, x: m.norm(torch.zeros_like(x).copy_(added(m, x))), "(top)/zeros_like"
     ),
