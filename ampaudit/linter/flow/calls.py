@@ -503,13 +503,15 @@ def reduction_of(arguments: Arguments) -> str:
 
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
     positional = list(map(interpreter.evaluate, node.args))
-    for argument, value in zip(node.args, positional, strict=True):
-        interpreter.record_number(argument, value)
+    if LiteralValue in map(type, positional):
+        for argument, value in zip(node.args, positional, strict=True):
+            interpreter.record_number(argument, value)
     if not node.keywords:
         return Arguments(positional, {}, node)
     keywords = {k.arg or "**": interpreter.evaluate(k.value) for k in node.keywords}
-    for keyword in node.keywords:
-        interpreter.record_number(keyword.value, keywords[keyword.arg or "**"])
+    if LiteralValue in map(type, keywords.values()):
+        for keyword in node.keywords:
+            interpreter.record_number(keyword.value, keywords[keyword.arg or "**"])
     entries = keywords.get("**")
     if isinstance(entries, DictLiteral):
         keywords |= {n: v for n, v in zip(entries.names, entries.items, strict=True) if n is not None}

@@ -121,27 +121,39 @@ def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
-        average = interpreter.evaluate(target) if mixes(target, node.value) else UNKNOWN
-        if isinstance(average, Parameters):
-            interpreter.record(WeightsAveraged, node, average)
+        if isinstance(node.value, ast.BinOp) and mixes(target, node.value):
+            average = interpreter.evaluate(target)
+            if isinstance(average, Parameters):
+                interpreter.record(WeightsAveraged, node, average)
         interpreter.assign(target, value)
-        owner = interpreter.evaluate(target.value) if isinstance(target, ast.Subscript) else UNKNOWN
-        if isinstance(target, ast.Subscript) and isinstance(owner, Tensor):
-            interpreter.record_dtypes(node, [owner])
-            interpreter.record_number(node.value, value)
-        if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
-            call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
-        if isinstance(target, ast.Attribute) and target.attr in ("requires_grad", "data"):
-            owner = interpreter.evaluate(target.value)
-            for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
-                if target.attr == "requires_grad":
-                    freeze(interpreter, model, value)
-                elif isinstance(value, Parameters) and value.dtype:
-                    cast_weights(interpreter, model, value.dtype, node)
-        replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
-        if replaces and not (isinstance(value, LiteralValue) and value.value is None):
-            interpreter.record(UnknownEffect, target)
-            interpreter.state.assume_any_step()  # the new gradient may be of any scale
+        if isinstance(target, ast.Subscript):
+            _assign_item(interpreter, node, target, value)
+        elif isinstance(target, ast.Attribute):
+            _assign_attribute(interpreter, node, target, value)
+
+
+def _assign_item(interpreter: Interpreter, node: ast.Assign, target: ast.Subscript, value: Value) -> None:
+    owner = interpreter.evaluate(target.value)
+    if isinstance(owner, Tensor):
+        interpreter.record_dtypes(node, [owner])
+        interpreter.record_number(node.value, value)
+    if _selects_by_tensor(interpreter, target.slice):
+        call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
+
+
+def _assign_attribute(
+    interpreter: Interpreter, node: ast.Assign, target: ast.Attribute, value: Value
+) -> None:
+    if target.attr in ("requires_grad", "data"):
+        owner = interpreter.evaluate(target.value)
+        for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
+            if target.attr == "requires_grad":
+                freeze(interpreter, model, value)
+            elif isinstance(value, Parameters) and value.dtype:
+                cast_weights(interpreter, model, value.dtype, node)
+    if target.attr == "grad" and not (isinstance(value, LiteralValue) and value.value is None):
+        interpreter.record(UnknownEffect, target)
+        interpreter.state.assume_any_step()  # the new gradient may be of any scale
 
 
 def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
@@ -388,8 +400,9 @@ def _class_attribute(interpreter: Interpreter, owner: Instance, name: str) -> Va
 def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
-        interpreter.record_number(side, value)
-        if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
+        if isinstance(value, LiteralValue):
+            interpreter.record_number(side, value)
+        elif isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
             interpreter.record(GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         unscales = isinstance(right, ScaleReading) or mentions(node.right, "scale")

@@ -251,8 +251,7 @@ class Interpreter:
         """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
         certainty = Certainty.LIKELY if self.guesses else Certainty.KNOWN
         for value in operands:
-            dtype = (value.dtype or value.weights_dtype) if isinstance(value, Tensor) else ""
-            if isinstance(value, Tensor) and dtype:
+            if isinstance(value, Tensor) and (dtype := value.dtype or value.weights_dtype):
                 sure = certainty if value.dtype else Certainty.LIKELY
                 certainties = self.dtype_uses.ops.setdefault(dtype, {})
                 certainties[node] = max(sure, certainties.get(node, sure))

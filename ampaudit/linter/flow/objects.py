@@ -37,6 +37,7 @@ from ampaudit.linter.flow.state import (
     flattened,
     item_of,
 )
+from ampaudit.linter.flow.syntax import walk
 from ampaudit.linter.flow.tensors import (
     autocast_dtype,
     call_op,
@@ -253,10 +254,10 @@ def call_model(
         model = guessed_model(interpreter, node, model, arguments, method)
     weights = weights_dtype or place.weights
     value: Value = arguments.first
-    with interpreter.entered(place._replace(weights=weights)):
-        for module in model.modules:
-            value = call_model(interpreter, node, module, Arguments([value], {}, node))
     if model.modules:
+        with interpreter.entered(place._replace(weights=weights)):
+            for module in model.modules:
+                value = call_model(interpreter, node, module, Arguments([value], {}, node))
         return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
@@ -458,8 +459,14 @@ def mixes(target: ast.expr, value: ast.expr) -> bool:
     """Return whether a value is ``decay * x + (1 - decay) * y`` for a target ``x``."""
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
         return False
-    text = ast.unparse(value).replace("1.0 - ", "1 - ")
-    return "1 - " in text and ast.unparse(target) in text
+    has_rest = any(
+        isinstance(part, ast.BinOp)
+        and isinstance(part.op, ast.Sub)
+        and isinstance(part.left, ast.Constant)
+        and part.left.value == 1
+        for part in walk(value)
+    )
+    return has_rest and ast.unparse(target) in ast.unparse(value)
 
 
 def _averages_itself(node: ast.Call) -> bool:

@@ -228,7 +228,7 @@ class Script:
     def dtype_choices(self) -> dict[str, ast.expr]:
         """The names that are assigned either 16-bit dtype of torch, with what chooses it."""
         both, choices = {"torch.float16", "torch.bfloat16"}, {}
-        for name, items in self.assigned.items():
+        for name, items in self.assigned.items() if all(text in self.text for text in both) else ():
             for item in items:
                 named = {dotted_name(node) for node in walk(item.value)}
                 beside = {dotted_name(i.value) for i in items if i.function is item.function}

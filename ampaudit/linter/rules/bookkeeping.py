@@ -50,8 +50,6 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
     for creation in of_type(events, ScalerMade):
-        if any(_tests_absence(condition) for condition in conditions_around(flow.linked, creation.node)):
-            continue  # made once, where it is first used
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
@@ -62,7 +60,9 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
             used_outside = call is None or any(call not in e.guards for e in steps)
             is_made_before = any(e.optimizer and not e.optimizer.startswith("name ") for e in steps)
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
-            if trains and not of_type(inside, OptimizerMade) and (used_outside or is_made_before):
+            lives_on = trains and not of_type(inside, OptimizerMade) and (used_outside or is_made_before)
+            # one that is made where it is first used is made once
+            if lives_on and not any(map(_tests_absence, conditions_around(flow.linked, creation.node))):
                 yield Mistake(
                     creation.node,
                     "a new scaler in every iteration forgets the scale it has found and starts at 65,536 "
