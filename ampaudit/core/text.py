@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import io
 import json
 import math
@@ -27,7 +26,6 @@ _COMMAND = re.compile(
     re.IGNORECASE,
 )
 _SEPARATOR = os.sep
-_UPWARD = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -112,8 +110,11 @@ def format_number(value: float) -> str:
 
 def format_bound(value: float) -> str:
     """Format an upper bound like a number, but rounded up, so that the text is a bound as well."""
-    is_exact = value < 1e5 and value == round(value)
-    return format_number(value if is_exact else float(_UPWARD.create_decimal_from_float(value)))
+    if value < 1e5 and value == round(value):
+        return format_number(value)
+    from decimal import ROUND_CEILING, Context  # here, as few commands print bounds
+
+    return format_number(float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(value)))
 
 
 def format_scale(scale: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
-from ampaudit.core.text import escape_json
+from ampaudit.core.text import escape_control, escape_json
 
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -21,5 +21,5 @@ def to_json(value: Any) -> str:
         text = adapter.dump_json(value, indent=1).decode()
     except PydanticSerializationError:  # half of a surrogate pair, as in a file name that is not UTF-8
         text = json.dumps(adapter.dump_python(value, mode="json"), indent=1, ensure_ascii=False)
-        text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):x}", text)  # as on a terminal
+        text = _HALF.sub(lambda half: "\\" + escape_control(half[0]), text)  # as on a terminal
     return escape_json(text) + "\n"

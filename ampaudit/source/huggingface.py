@@ -239,10 +239,11 @@ def _checked(loaded: Any, options: SourceConfig) -> tuple[nn.Module, tuple[str, 
         "random values, as the weight files lack them": missing,
         "not used, as config.json describes no such weights": sorted(info["unexpected_keys"]),
     }
-    told = {
-        what: listed([describe(name) for name in names], _SHOWN) for what, names in notes.items() if names
-    }
-    return model, tuple(f"{what}: {names}" for what, names in told.items())
+    return model, tuple(
+        f"{what}: {listed([describe(name) for name in names], _SHOWN)}"
+        for what, names in notes.items()
+        if names
+    )
 
 
 def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:

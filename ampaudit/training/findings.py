@@ -11,12 +11,12 @@ from torch import nn
 
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
+from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_scale, plural
 from ampaudit.findings.finding import FailOn, Finding, Severity, Verdict, gate_at
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 MAX_RELATIVE = 0.1  # deviation, relative to FP32's smoothed loss
 MAX_OF_START = 0.02  # deviation, relative to FP32's first loss
@@ -140,8 +140,7 @@ def _state(variant: Variant) -> Iterator[Finding]:
 
 
 def _in_16_bits(health: Health) -> list[ParameterHealth]:
-    names = {dtype_name(dtype) for dtype in LOW_PRECISION_DTYPES}
-    return [parameter for parameter in health.parameters if parameter.storage in names]
+    return [parameter for parameter in health.parameters if parameter.storage in LOW_PRECISION_NAMES]
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:

@@ -326,9 +326,9 @@ def _refused_by_policy(flow: Flow) -> set[SiteId]:
         wide: set[fx.Node] = set()  # float32 weights and results of float32 rules, and what follows from them
         for node in traced.graph.nodes:
             site = flow.site(node)
-            kept = site is not None and site.decision.cast is Cast.FLOAT32 and site.decision.explicit
+            by_rule = site is not None and site.decision.cast is Cast.FLOAT32 and site.decision.explicit
             reads = not wide.isdisjoint(node.all_input_nodes)
-            if kept or stored.get(node.name) is torch.float32 or (reads and node_dtype(node) in _WIDE):
+            if by_rule or stored.get(node.name) is torch.float32 or (reads and node_dtype(node) in _WIDE):
                 wide.add(node)
             if site is not None and reads and _refused(site):
                 refused.add(site.id)

@@ -311,7 +311,7 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
     if name == "str" and isinstance(first, DeviceValue) and first.has_index:
         return LiteralValue(f"{first.type}:0")
     if name == "dict" and not arguments.positional:
-        return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
+        return _namespace(interpreter, node, arguments)
     if name == "sum" and isinstance(first, KnownItems | Tensor):
         return item_of(first)
     if name in ("enumerate", "zip"):
@@ -349,7 +349,7 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     if _LOSS.search(last.lower()):
         record_loss(interpreter, node, values)
     for value in values if last in _LOGS else ():
-        for entry in value.items if isinstance(value, DictLiteral) else (value,):
+        for entry in _items_of_dict(value):
             if isinstance(entry, Tensor):
                 interpreter.record(NumberRead, node, entry)
     # what gets neither a scaler nor what may hold one cannot unscale

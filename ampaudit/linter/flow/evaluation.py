@@ -121,7 +121,7 @@ def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
-        if isinstance(node.value, ast.BinOp) and mixes(target, node.value):
+        if mixes(target, node.value):
             average = interpreter.evaluate(target)
             if isinstance(average, Parameters):
                 interpreter.record(WeightsAveraged, node, average)
@@ -352,7 +352,7 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
             return ImportedName(f"torch.{base.dtype}")
         if node.attr == "shape":
             return KnownItems((NUMBER,), repeated=True)
-        is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
+        is_tensor = node.attr not in ("dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype, as it does a loss
         dtype = base.weights_dtype if node.attr != "loss" else ""
         if node.attr == "logits":  # of a layer that autocast computes in 16 bits
@@ -428,10 +428,10 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
 def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     value = interpreter.evaluate(node.operand)
     number, is_minus = literal_of(value), isinstance(node.op, ast.USub)
-    if is_minus and type(number) in (int, float):
-        return LiteralValue(-number)  # type: ignore[operator]
-    is_kept = is_minus and isinstance(value, Tensor)
-    return value if is_kept or isinstance(value, Remainder) else UNKNOWN
+    if is_minus and isinstance(number, int | float) and not isinstance(number, bool):
+        return LiteralValue(-number)
+    is_same = isinstance(value, Remainder) or (is_minus and isinstance(value, Tensor))
+    return value if is_same else UNKNOWN
 
 
 def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:

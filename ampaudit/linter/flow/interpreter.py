@@ -259,8 +259,10 @@ class Interpreter:
     def record_number(self, node: ast.expr, value: Value) -> None:
         """Record the number that a name stands for where it is an operand."""
         number = literal_of(value)
-        if type(number) in (int, float) and isinstance(node, ast.Name | ast.Attribute):
-            self.dtype_uses.numbers.setdefault(node, number)  # type: ignore[arg-type]
+        if not isinstance(node, ast.Name | ast.Attribute) or isinstance(number, bool):
+            return
+        if isinstance(number, int | float):
+            self.dtype_uses.numbers.setdefault(node, number)
 
     # conditions
 

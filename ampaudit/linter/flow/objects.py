@@ -248,7 +248,6 @@ def call_model(
     elif model.origin.startswith(_NETWORKS):
         check_input(interpreter, node, "Model", arguments, weights_dtype)
     place = interpreter.point
-    weights = weights_dtype or place.weights
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
@@ -337,9 +336,9 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
 
 def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Arguments, cast: str) -> str:
     """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
-    given = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
+    input_dtype = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
     # of the model that is followed; a layer that takes float32 was cast back
-    is_16_bit = follows_operands(interpreter) and given != "float32"
+    is_16_bit = follows_operands(interpreter) and input_dtype != "float32"
     weights = interpreter.point.weights if is_16_bit else ""
     for layer in reversed(model.layers):
         if layer in MATRIX_LAYERS:
@@ -349,7 +348,7 @@ def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Argument
         if layer not in LAYERS_WITHOUT_DTYPE:
             return ""
     if model.layers:
-        return given
+        return input_dtype
     is_known = model.origin.startswith(_NETWORKS)
     interpreter.guesses = interpreter.guesses or is_known
     return cast if is_known else ""
@@ -459,26 +458,21 @@ def mixes(target: ast.expr, value: ast.expr) -> bool:
     """Return whether a value is ``decay * x + (1 - decay) * y`` for a target ``x``."""
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
         return False
-    has_rest = any(
-        isinstance(part, ast.BinOp)
-        and isinstance(part.op, ast.Sub)
-        and isinstance(part.left, ast.Constant)
-        and part.left.value == 1
-        for part in walk(value)
-    )
+    lefts = [part.left for part in _differences(value)]
+    has_rest = any(isinstance(left, ast.Constant) and left.value == 1 for left in lefts)
     return has_rest and ast.unparse(target) in ast.unparse(value)
+
+
+def _differences(node: ast.expr) -> list[ast.BinOp]:
+    return [part for part in walk(node) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)]
 
 
 def _averages_itself(node: ast.Call) -> bool:
     """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)`` or ``x.sub_(rate * (x - y))``."""
     if not isinstance(node.func, ast.Attribute) or not node.args:
         return False
-    target, argument = ast.unparse(node.func.value), node.args[0]
     if node.func.attr == "copy_":
-        return mixes(node.func.value, argument)
-    return any(
-        isinstance(part, ast.BinOp)
-        and isinstance(part.op, ast.Sub)
-        and target in (ast.unparse(part.left), ast.unparse(part.right))
-        for part in ast.walk(argument)
-    )
+        return mixes(node.func.value, node.args[0])
+    target = ast.unparse(node.func.value)
+    sides = (side for part in _differences(node.args[0]) for side in (part.left, part.right))
+    return target in map(ast.unparse, sides)

@@ -302,10 +302,10 @@ class Script:
         """Return whether a function loops over data, enters autocast, or runs backward: it begins outside."""
         if node.name == "forward":
             return False  # the loop that calls it is elsewhere
-        loops = self.of_type(ast.For, ast.AsyncFor, ast.While, ast.With)
-        inside = (loop for loop in loops if covers_line(node, loop.lineno))
         if calls(node, "backward"):
             return True
+        loops = self.of_type(ast.For, ast.AsyncFor, ast.While, ast.With)
+        inside = (loop for loop in loops if covers_line(node, loop.lineno))
         return any(not isinstance(loop, ast.With) or enters_autocast(loop) for loop in inside)
 
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:

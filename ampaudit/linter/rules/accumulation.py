@@ -102,8 +102,9 @@ def _is_on_count(flow: Interpreter, loop: ast.AST | None, event: Event) -> bool:
 def _is_on_remainder(flow: Interpreter, guard: Guard) -> bool:
     """Return whether a guard is a condition on a count of batches, which the flow may have followed."""
     test = getattr(guard.node, "test", None)
-    follows = test is not None and not flow.tests_of_counts.isdisjoint(ast.walk(test))
-    return guard.kind == "if" and (follows or _tests_remainder(guard))
+    if guard.kind != "if" or test is None:
+        return False
+    return tests_remainder(test) or not flow.tests_of_counts.isdisjoint(walk(test))
 
 
 def _tests_remainder(guard: Guard) -> bool:
