@@ -402,33 +402,3 @@ def train(model, loader, history):
 def test_texts_arrays_and_logs_show_the_scale(use: str) -> None:
     assert found(READ.format(use.format("loss"))) == {}
     assert found(READ.format(use.format("scaled"))) == {"AMP823": Severity.WARNING}
-
-
-MICRO = """
-def train(model, loader, micro_batches=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for _ in range(9):
-        for x, y in islice(loader, micro_batches):
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = F.cross_entropy(model(x), y{reduction})
-            scaler.scale(loss{divisor}).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("reduction", "divisor", "codes"),
-    [
-        ("", "", {"AMP830": Severity.WARNING}),
-        ("", " / micro_batches", {}),
-        ("", " * (1 / micro_batches)", {}),
-        (", reduction='sum'", "", {}),
-    ],
-)
-def test_a_mean_over_each_of_several_batches(
-    reduction: str, divisor: str, codes: dict[str, Severity]
-) -> None:
-    assert found(MICRO.format(reduction=reduction, divisor=divisor)) == codes

@@ -343,12 +343,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
         f"self.opt.zero_grad()\nself.grad_scaler.unscale_(self.opt)\n{LOOP}\n{STEP}",
         f"self.opt.zero_grad()\n{LOOP}\nself.grad_scaler.unscale_(self.opt)\n{STEP}",
     ),
-    "AMP830": (
-        TRAINER,
-        f"{LOOP}\n" + _gated(STEP),
-        "loss = self.loss_of(batch).div(self.accumulate)\nself.grad_scaler.scale(loss).backward()\n"
-        + _gated(STEP),
-    ),
     "AMP837": (
         TRAINER,
         "loss = self.loss_of(batch)\n"

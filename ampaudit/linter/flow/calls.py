@@ -156,9 +156,7 @@ def _call_torch(
         tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
         return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
-        return call_loss_function(
-            interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
-        )
+        return call_loss_function(interpreter, node, LossFunction(name), arguments)
     is_list = path in ("torch.nn.ModuleList", "torch.nn.ParameterList")
     if is_list and arguments.positional and isinstance(arguments.first, KnownItems):
         return arguments.first
@@ -178,7 +176,7 @@ def _call_torch(
     if is_class and path.startswith("torch.optim.") and "swa" not in path:
         return objects.optimizer_value(interpreter, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
-        return LossFunction(name, node, reduction_of(arguments))
+        return LossFunction(name, node)
     if is_class and path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")):
         inner = arguments.get(0, "module")
         model = inner if isinstance(inner, Model) else Model(key_of(node), node)
@@ -484,21 +482,13 @@ def call_loss_function(
     interpreter.judge(interpreter.event(LossCalled, node, loss, arguments.first, interpreter.point.autocast))
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
-    divided = False if loss.reduction in ("mean", "batchmean") else None
     return Tensor(
         weights_dtype=next((value.weights_dtype for value in tensor_arguments), ""),
         computed_under=computed_under,
         model_calls=roots,
         loss=loss.name,
-        divided=divided,
         node=node,
     )
-
-
-def reduction_of(arguments: Arguments) -> str:
-    """Return the reduction of a loss, ``?`` if it is not known."""
-    value = arguments.keywords.get("reduction", LiteralValue("mean"))
-    return str(value.value) if isinstance(value, LiteralValue) else "?"
 
 
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:

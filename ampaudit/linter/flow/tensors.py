@@ -168,33 +168,13 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         is_unsure = len(tensors) == 1 and result.scaler_key != UNSCALED and not has_number
         return result._replace(
             scaler_key=MAYBE if is_unsure else result.scaler_key,
-            divided=result.divided if _is_weight(node, left) else True,
+            divided=result.divided or isinstance(node.op, ast.Div),
         )
-    divided = {t.divided for t in tensors}
     return result._replace(
         scaler_key=common_scale([left, right]),
-        divided=True if True in divided else False if False in divided else None,
+        divided=any(t.divided for t in tensors),
         loss=next((t.loss for t in tensors if t.loss), ""),
     )
-
-
-def _is_weight(node: ast.BinOp, left: Value) -> bool:
-    """Return whether a factor is the weight of a loss, and no inverse of a number of batches."""
-    factor = node.right if isinstance(left, Tensor) else node.left
-    is_complement = (
-        isinstance(factor, ast.BinOp)
-        and isinstance(factor.op, ast.Sub)
-        and isinstance(factor.left, ast.Constant)
-        and factor.left.value == 1
-    )
-    return isinstance(node.op, ast.Mult) and (
-        is_complement or bool(_WEIGHTS & {word for name in names_in(factor) for word in name.split("_")})
-    )
-
-
-_WEIGHTS: Final = frozenset(
-    "mix alpha beta lambda lam weight weights w coef coefficient temperature gamma".split()
-)
 
 
 def _dtype_of_pair(left: Value, right: Value) -> str:

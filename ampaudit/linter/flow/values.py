@@ -301,7 +301,6 @@ class LossFunction:
 
     name: str
     node: ast.AST | None = None
-    reduction: str = "mean"
 
 
 class Tensor(NamedTuple):
@@ -316,7 +315,7 @@ class Tensor(NamedTuple):
         upcast: Call that has cast it to float32, if no op followed.
         model_calls: Model calls that it depends on; ``None`` if unknown.
         loss: Loss function that returned it, else empty.
-        divided: Whether it was divided or multiplied; ``None`` if unknown.
+        divided: Whether it was divided by something.
         sigmoid: Call of sigmoid that returned it.
         rounded: Cast to 16 bits of the positions or times from which it is computed.
         is_detached: Whether it is detached from its graph.
@@ -330,7 +329,7 @@ class Tensor(NamedTuple):
     upcast: ast.AST | None = None
     model_calls: frozenset[str] | None = None
     loss: str = ""
-    divided: bool | None = None
+    divided: bool = False
     sigmoid: ast.AST | None = None
     rounded: ast.AST | None = None
     is_detached: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Mistake, line_of
 from ampaudit.linter.flow.events import (
@@ -13,7 +12,6 @@ from ampaudit.linter.flow.events import (
     BranchesFollowed,
     EntryPointFollowed,
     Event,
-    GradientRead,
     Guard,
     ManagedZeroGrad,
     ScalerStep,
@@ -138,48 +136,6 @@ def _updated_for_each_batch(flow: Interpreter, followed: EntryPointFollowed) -> 
                     "update() runs for every batch, but the step only for some: without a step, it raises",
                     "move it under the condition of the step, after it",
                 )
-
-
-@rule("AMP830", EntryPointFollowed)
-def _never_divided(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    for events, always in _accumulations(flow, followed):
-        if any(isinstance(e, GradientRead | UnknownBackward) for e in events):
-            continue
-        for event in of_type(always, Backward):
-            if event.loss.loss and event.loss.divided is False:
-                yield _undivided(event, Certainty.KNOWN)
-
-
-# a loss of a whole batch, gathered from its parts, is no mean over one part
-_OF_ALL_BATCHES: Final = ("mean", "cat", "concat", "gather", "stack")
-
-
-@rule("AMP830", EntryPointFollowed)
-def _never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check a loop over the batches of one step, which follows the loop."""
-    for event in of_type(followed.events, Backward):
-        loop = event.loop
-        if not isinstance(loop, ast.For):
-            continue
-        counts = mentions(loop.iter, "accum", "micro", "grad_steps", "virtual")
-        steps_outside = any(not e.is_inside(loop) for e in of_type(followed.events, StepEvent))
-        if not counts or not steps_outside:
-            continue
-        nodes = (node for part in (loop, event.node) for node in ast.walk(part))
-        divides = calls(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
-        may_be_mean = event.loss.divided is False or (event.loss.loss == "" and event.loss.divided is None)
-        if not divides and may_be_mean:
-            yield _undivided(event, Certainty.LIKELY)
-
-
-def _undivided(event: Backward, certainty: Certainty) -> Mistake:
-    return Mistake(
-        event.node,
-        "the gradients of several batches are summed, but each loss is a mean over one batch: the sum is too "
-        "large by the number of batches",
-        "divide the loss by the number of accumulated batches before backward",
-        certainty=certainty,
-    )
 
 
 @rule("AMP839", EntryPointFollowed)
