@@ -21,6 +21,8 @@ def run() -> NoReturn:
         _open_missing_streams()
         if (place := torchrun.place_of()) is not None and place[0] > 0:
             torchrun.silence()  # also of what a signal says
+        if sys.argv[1:2] != ["record"]:  # a script that is recorded prints as it does by itself
+            _keep_output()
         interrupts.install()
 
         from ampaudit.cli.program import run_command
@@ -46,3 +48,10 @@ def _open_missing_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _keep_output() -> None:
+    """Keep the standard output for reports: what native code and other processes print goes to stderr."""
+    encoding, output = sys.stdout.encoding, os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(output, "w", 1 if os.isatty(output) else -1, encoding, closefd=False)

@@ -30,7 +30,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import AuditError, TraceFailed, first_line
+from ampaudit.core.errors import AuditError, TraceFailed, first_line, text_of
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.policy import Decision, Measurement, RuleSet
@@ -144,7 +144,7 @@ def export_module(
         try:
             return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            if _VIOLATED not in str(error):
+            if _VIOLATED not in text_of(error):
                 raise
             narrowed = _with_suggested_ranges(error, shapes)
             if narrowed is not None:
@@ -177,7 +177,7 @@ def _noting_fixed() -> Iterator[_FixedLines]:
 
 def _with_suggested_ranges(error: BaseException, shapes: Any) -> Any | None:
     """Narrow dimensions to the ranges that torch.export suggests; ``None`` if it suggests other changes."""
-    text = str(error)
+    text = text_of(error)
     ranges = {name: (int(low or 0), int(high or 0)) for name, low, high in _RANGE.findall(text)}
     if not ranges or _OTHER.search(text):
         return None

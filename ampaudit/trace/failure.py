@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import AuditError, SourceError, TraceFailed, did_you_mean, first_line
+from ampaudit.core.errors import AuditError, SourceError, TraceFailed, did_you_mean, first_line, text_of
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
 from ampaudit.core.untrusted import describe
@@ -97,7 +97,7 @@ def trace_failure(
     if attempt.error is not None:
         return model_failure(attempt.error, model, args, kwargs)
     plainer, hint = _known(error)
-    text = str(error).lower()
+    text = text_of(error).lower()
     mixed = policy != PLAIN_FP32 and any(words in text for words in _MIXED)
     if mixed:
         hint = (
@@ -125,7 +125,7 @@ def model_failure(
         model, kwargs = model.inner, {name: value for name, value in kwargs.items() if name != LOSS_BATCH}
     user_line, library = failing_lines(error.__traceback__)
     where, code = _located(user_line, _named(error, model))
-    if (lacks := _KERNEL.match(str(error))) and not lacks["op"].startswith("aten::"):
+    if (lacks := _KERNEL.match(text_of(error))) and not lacks["op"].startswith("aten::"):
         hint = f"scan on its device, or say what it computes with ampaudit.twin({lacks['op']!r}, function)"
         return SourceError(f"{where}{lacks['op']} has no kernel for {lacks['device']}{code}", hint=hint)
     inside = f", in {library_path(library.file)}:{library.line}" if library else ""
@@ -141,7 +141,7 @@ def _named(error: BaseException, model: nn.Module) -> str:
 
 
 def _hint_for_model(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if isinstance(error, NotImplementedError) and 'required "forward"' in str(error):
+    if isinstance(error, NotImplementedError) and 'required "forward"' in text_of(error):
         return "give the module a forward(), or return the module that calls it"
     if _known(error)[1] is _ONE_DEVICE:
         return _ONE_DEVICE
@@ -215,7 +215,7 @@ def _known(error: BaseException) -> tuple[str | None, str]:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
         return _PACKED
-    text = f"{type(error).__name__} {error}".lower()
+    text = f"{type(error).__name__} {text_of(error)}".lower()
     remedy = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     return (remedy[1], remedy[2]) if remedy is not None else (None, _FALLBACK)
 

@@ -46,6 +46,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ampaudit.core.errors import text_of
 from ampaudit.core.imports import TRACER
 
 __all__ = [
@@ -185,7 +186,7 @@ def without_symbols(mode: FakeTensorMode) -> None:
 
 def needs_values(error: Exception) -> bool:
     """Return whether an op fails on fake tensors because they have no values."""
-    return isinstance(error, _SHAPE_UNKNOWN) or any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, _SHAPE_UNKNOWN) or any(text in text_of(error) for text in _NO_MEMORY)
 
 
 def proxy_of(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:

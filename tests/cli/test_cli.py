@@ -155,6 +155,16 @@ def test_a_full_disk_behind_stdout(model_file: Write, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_what_other_processes_print_is_not_part_of_a_report(model_file: Write) -> None:
+    noisy = HEALTHY.replace(
+        "def example_inputs", "import os\nos.system('echo from a process')\ndef example_inputs"
+    )
+    words = [sys.executable, "-m", "ampaudit", "scan", str(model_file(noisy)), "--format", "json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["kind"] == "scan"
+    assert "from a process" in done.stderr
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "report.json"
     out.write_text("old")

@@ -121,6 +121,10 @@ REFUSED = {
     "lists": Case(_model("nn.Linear(8, 8)"), "[[1.0] * 8]", words=("must be Tensor", "input[0][0]: float")),
     "no forward": Case(_model("nn.ModuleList([nn.Linear(8, 8)])"), words=("give the module a forward()",)),
     "recursion": Case(_forward("return self(x)"), words=("RecursionError",)),
+    "an error without a text": Case(
+        _forward("raise type('Odd', (Exception,), {'__str__': lambda self: self.missing})"),
+        words=("fails in FP32",),
+    ),
     "exit": Case(_forward("raise SystemExit(0)"), words=("the model itself fails", "SystemExit")),
     "long error": Case(
         _forward("raise ValueError('\\n\\nfirst' + 'y' * 9000)"), words=("ValueError: first",)
