@@ -234,11 +234,9 @@ def render_diff(
     for row in rows:
         groups.setdefault((row["first"], row["second"]), []).append(row["op"])
     total = len(first.op_names | second.op_names)
+    differ = f"differ in {len(rows)} of the {total} ops that they name" if total else "name no ops"
     parts: list[RenderableType] = [
-        Text.assemble(
-            ("diff  ", "bold"),
-            f"{first.name} and {second.name} differ in {len(rows)} of the {total} ops that they name",
-        )
+        Text.assemble(("diff  ", "bold"), f"{first.name} and {second.name} {differ}")
     ]
     if groups:
         table = open_table(first.name, second.name, "ops", left=(second.name, "ops"))
