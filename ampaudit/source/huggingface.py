@@ -168,6 +168,11 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     """
     model, inputs, notes = _load_trusted(path, options) if options.trust else _load_untrusted(path, options)
     functions, info = functions_of(), GIVEN
+    auto_map, kind = read_raw_config(path).get("auto_map") or {}, type(model)
+    if kind.__module__.startswith("transformers.") and any(name.startswith("AutoModel") for name in auto_map):
+        notes += (
+            f"this is {kind.__name__} of Transformers, not the code that auto_map in config.json names",
+        )
     if inputs is not None:
         check_ids(model, inputs["batches"])
         sized: Sized = partial(resize_batches, inputs["batches"], placeholders(model.config))
@@ -271,7 +276,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)
     notes: tuple[str, ...] = ()
     with calling_user_code(f"{path}"):
-        architecture = named_class(table) or _auto_class(table, transformers)
+        architecture = _auto_class(table, transformers) or named_class(table) or transformers.AutoModel
         local = {"local_files_only": True, "trust_remote_code": True}
         if options.stream:
             config = transformers.AutoConfig.from_pretrained(path, **local)
@@ -285,12 +290,12 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
-    """Return the auto class that loads the directory's own code."""
+    """Return the auto class that loads the directory's own code; ``None`` if it has none."""
     auto_map = table.get("auto_map") or {}
     classes = table.get("architectures") or [""]
     loaders = [name for name in auto_map if name.startswith("AutoModel") and hasattr(transformers, name)]
     loaders.sort(key=lambda name: not str(auto_map[name]).endswith(f".{classes[0]}"))
-    return getattr(transformers, loaders[0] if loaders else "AutoModel")
+    return getattr(transformers, loaders[0]) if loaders else None
 
 
 def _check_installed() -> None:

@@ -186,6 +186,26 @@ def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path, trust: boo
     assert names.startswith(f"encoder.layer.{last}.attention.output.LayerNorm.bias")
 
 
+def test_code_of_a_directory_is_audited_if_trusted_and_else_told(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ZOO["bert"]().model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "own.py").write_text(
+        "import transformers\nclass BertModel(transformers.BertModel):\n    pass\n"
+    )
+    told = "this is BertModel of Transformers, not the code that auto_map in config.json names"
+    for names, notes in (
+        ({"AutoTokenizer": ["own.Tokens", None]}, ()),
+        ({"AutoModel": "own.BertModel"}, (told,)),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+        for trust in (False, True):
+            source = open_source(str(tmp_path), SourceConfig(trust=trust))
+            assert source.notes == (() if trust else notes)
+            is_own = type(source.model) is not transformers.BertModel
+            assert is_own == (trust and "AutoModel" in names)
+
+
 OLD = """
 class Extra(nn.Linear):
     def get_extra_state(self):
