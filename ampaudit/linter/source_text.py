@@ -154,11 +154,7 @@ def _from_notebook(text: str) -> list[CodeBlock]:
         lines.append(f"{_MARK}{number}")
         marks.append((len(lines), number))
         source = _source(cell).split("\n")
-        lines += (
-            ["#" for _ in source]
-            if _is_other_language(cell)
-            else map(_hide_magic, source, range(len(source)))
-        )
+        lines += ["#" for _ in source] if _is_other_language(cell) else _without_magic(source)
     return [CodeBlock("\n".join(lines) + "\n", 0, marks=tuple(marks))] if marks else []
 
 
@@ -186,16 +182,25 @@ def _is_other_language(cell: dict[str, Any]) -> bool:
     return source.startswith("%%") and not source.startswith(_PYTHON_CELL_MAGICS)
 
 
-def _hide_magic(line: str, number: int) -> str:
-    """Replace a magic command or shell command by a statement that remembers its line in the cell."""
-    stripped = line.lstrip()
-    if stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped):
-        return f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}"
-    return line
+def _without_magic(source: list[str]) -> Iterator[str]:
+    """Replace magic and shell commands by statements, and their further lines by comments."""
+    continues = False
+    for number, line in enumerate(source):
+        stripped = line.lstrip()
+        is_command = not continues and (stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped) is not None)
+        hidden = (
+            f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}" if is_command else f"#{_MAGIC}{number}"
+        )
+        yield hidden if is_command or continues else line
+        continues = (is_command or continues) and line.endswith("\\")
 
 
 def _restore_magic(code: str, source: list[str]) -> str:
-    return re.sub(rf"{_MAGIC}(\d+)", lambda match: source[int(match[1])].lstrip(), code)
+    def original(match: re.Match[str]) -> str:
+        line = source[int(match[1])]
+        return line if match[0].startswith("#") else line.lstrip()
+
+    return re.sub(rf"#?{_MAGIC}(\d+)", original, code)
 
 
 def _replace_cells(text: str, code: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 from tests.linter.examples import lint, notebook
 
 SETUP = (
-    "%matplotlib inline\n!pip install torch\nfiles = !ls\nimport torch\n"
+    "%matplotlib inline\n!pip install torch\n!python train.py \\\n    --epochs 3 \\\n  --fp16\n"
+    "files = !ls\nimport torch\n"
     "scaler = torch.amp.GradScaler('cuda')\n"
 )
 CELL = (

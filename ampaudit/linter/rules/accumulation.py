@@ -27,6 +27,7 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import assigned_values
 from ampaudit.linter.flow.syntax import (
     calls,
+    condition_of,
     covers_line,
     dotted_name,
     last_component,
@@ -36,7 +37,7 @@ from ampaudit.linter.flow.syntax import (
 )
 from ampaudit.linter.rules.rule import rule
 
-Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
+Branch = tuple[tuple[ast.AST | str, str | bool], ...]  # conditions with the side or the truth of each
 
 
 @lru_cache(maxsize=1)
@@ -69,10 +70,19 @@ def branch_of(flow: Interpreter, loop: ast.AST | None, event: Event) -> Branch:
     guards = event.guards_inside(loop)
     following = (*(guard.node for guard in guards[1:]), event.node)
     return tuple(
-        (guard.node, side_of(guard.node, node))
+        _truth(flow, guard.node, side_of(guard.node, node))
         for guard, node in zip(guards, following, strict=False)
         if guard.kind == "if" and not _is_on_remainder(flow, guard)
     )
+
+
+def _truth(flow: Interpreter, condition: ast.AST, side: str) -> tuple[ast.AST | str, str | bool]:
+    """Return a condition on a setting as its name and truth on one side, and any other with the side."""
+    test = getattr(condition, "test", None)
+    flag = condition_of(test) if test is not None else None
+    if flag is None or flag[0] in flow.linked.script_of(condition).changing:
+        return condition, side
+    return flag[0], side and flag[1] == (side == "body")  # behind a branch that leaves, it is on no side
 
 
 def excludes(one: Branch, other: Branch) -> bool:

@@ -27,7 +27,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.statement_context import conditions_around
+from ampaudit.linter.flow.statement_context import conditions_around, in_same_function
 from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
@@ -167,9 +167,12 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
-    """Return whether a script makes the scaler that it uses, and does not leave it to other code."""
-    stepped = {e.scaler for e in of_type(followed.events, ScalerStep)} & flow.scalers.keys()
-    return bool(stepped and of_type(followed.events, ScalerMade)) and not stepped & flow.escaped
+    """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
+    steps, made = of_type(followed.events, ScalerStep), of_type(followed.events, ScalerMade)
+    stepped = {e.scaler for e in steps} & flow.scalers.keys()
+    functions = [(event.node, step.node) for event in made for step in steps if step.loop is None]
+    is_of_one_step = any(in_same_function(flow.linked, *nodes) for nodes in functions)
+    return bool(stepped and made) and not is_of_one_step and not stepped & flow.escaped
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:

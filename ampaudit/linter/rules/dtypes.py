@@ -52,13 +52,18 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
 
 @rule("AMP854", LossCalled, of_dtypes=True)
 def _loss_outside(_: Interpreter, event: LossCalled) -> Iterator[Mistake]:
-    outputs = event.outputs
-    if event.autocast.enabled is False and isinstance(outputs, Tensor) and outputs.cast:
+    outputs, name = event.outputs, event.loss.name
+    # a target of another loss may be float32, and then so is the loss
+    takes_classes = name in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss")
+    if event.autocast.enabled is False and isinstance(outputs, Tensor) and outputs.cast and takes_classes:
+        under, advice = "", "pass it output.float()"
+        if outputs.computed_under:
+            under, advice = " under autocast", f"move the loss into the autocast block, or {advice}"
         yield Mistake(
             event.node,
-            f"the model's output is {outputs.cast} under autocast, and this loss, "
-            f"computed outside, stays in {outputs.cast}",
-            "move the loss into the autocast block, or pass it output.float()",
+            f"the model's output is {outputs.cast}{under}, and so is this loss, which is computed outside"
+            " autocast",
+            advice,
         )
 
 

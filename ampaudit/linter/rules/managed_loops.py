@@ -220,7 +220,7 @@ def _clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[M
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
     is_again = flow.state.get(STAGE, MANAGED, "") is Stage.UNSCALED
     unscales = managed.framework is not None and managed.framework.name in ("Accelerate", "Fabric")
-    if unscales and managed.scales and (is_again or (accumulates and not is_gated)):
+    if unscales and managed.scales and (is_again or accumulates) and not is_gated:
         yield Mistake(
             event.node,
             "the gradients are clipped for every batch, but the step runs only for some: each call unscales, "

@@ -28,6 +28,7 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.objects import applies_to_device
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import DEVICE
+from ampaudit.linter.flow.statement_context import in_same_function
 from ampaudit.linter.flow.syntax import (
     calls,
     dotted_name,
@@ -39,6 +40,7 @@ from ampaudit.linter.flow.syntax import (
     simple_name,
 )
 from ampaudit.linter.flow.values import Autocast, DeviceValue, FunctionInfo, Scaler, Tensor, literal_of
+from ampaudit.linter.rules.accumulation import branch_of, excludes
 from ampaudit.linter.rules.rule import rule
 
 
@@ -144,7 +146,7 @@ def _model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[
 
 
 @rule("AMP875", EntryPointFollowed)
-def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that no weights are cast under ``no_grad`` that the same autocast block needs with gradients.
 
     Fixed by pull request 165068 of pytorch, of December 2025; reported in issues 65766, 105211 and 112583.
@@ -173,6 +175,7 @@ def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> I
             and not other.grad_modes
             and within[id(other)] == within[id(event)]
             and other.model.key == event.model.key
+            and not excludes(branch_of(flow, None, event), branch_of(flow, None, other))
             # the name of a model from elsewhere may stand for several
             and (other.model.node is not None or other.callee == event.callee)
         ]
@@ -242,7 +245,11 @@ def _autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) 
             if isinstance(switch, ast.Compare) and mentions(switch.left, "dtype")
         ]
         choices = flow.point.script.dtype_choices.items()
-        reasons += [f"line {value.lineno} chooses one as {name}" for name, value in choices]
+        reasons += [
+            f"line {value.lineno} chooses one as {name}"
+            for name, value in choices
+            if in_same_function(flow.linked, value, call) or "." in name
+        ]
         if reasons:
             yield Mistake(
                 call,

@@ -213,7 +213,10 @@ def _bypassed_scaler(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistak
     function = node.func if isinstance(node, ast.Call) else None
     optimizer = ast.unparse(function.value) if isinstance(function, ast.Attribute) else "optimizer"
     fix = Fix.at(node, "step by scaler", scaler) if scaler else None
-    yield Mistake(node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
+    advice = f"write {scaler or 'scaler'}.step({optimizer})"
+    if not flow.scalers:
+        advice = "prepare the optimizer with the framework as well, whose step unscales the gradients"
+    yield Mistake(node, cause, advice, fix)
 
 
 def _overflow_is_unchecked(flow: Interpreter) -> bool:
