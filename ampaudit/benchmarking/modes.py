@@ -31,6 +31,8 @@ from ampaudit.training.prepare import is_master_free
 from ampaudit.training.train import TrainingStep, make_optimizer, model_with_loss, prepare_step
 
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
+# unlike ``to``, these keep complex weights
+_CASTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 class NotSupported(Exception):
@@ -110,11 +112,11 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
         device = setup.device
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
             raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")
-        return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
+        return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True), dtype=torch.float32)
     if mode in _STORED:
         dtype = _STORED[mode]
         return _eager(setup, f"everything in {dtype_name(dtype)}", dtype=dtype)
-    return _eager(setup, "float32, TF32 off", lambda: tf32(allowed=False))
+    return _eager(setup, "float32, TF32 off", lambda: tf32(allowed=False), dtype=torch.float32)
 
 
 def _eager(
@@ -126,10 +128,14 @@ def _eager(
     scaler: GradScaler | None = None,
 ) -> ModeRunner:
     """Build a mode that runs the model's own code, in a context or with its weights in another dtype."""
+    source, device = setup.source, setup.device
+    model = (
+        model_with_loss(source, device) if setup.train else structural_copy(source.model).to(device).eval()
+    )
+    if dtype is not None:
+        getattr(model, _CASTS[dtype])()
     if not setup.train:
-        model = structural_copy(setup.source.model).to(setup.device, dtype).eval()
         return ModeRunner(how, model, context, dtype)
-    model = model_with_loss(setup.source, setup.device).to(dtype)
     training = TrainingStep(model, make_optimizer(setup.source, model), scaler, context)
     return ModeRunner(how, model, context, dtype, training)
 

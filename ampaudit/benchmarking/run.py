@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
@@ -32,12 +33,13 @@ from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import signal_to_noise_db
+from ampaudit.core.text import plural
 from ampaudit.devices.estimate import roofline_seconds, total_work
 from ampaudit.devices.host import this_machine
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
 from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.outputs import compare_outputs
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.failure import plain_reason
@@ -146,7 +148,7 @@ def _measure_size(
         interrupts.deliver_anyway()
         interrupted = True
         runs = [run for run in runs if run.seconds or run.row.status != "ok"]
-    exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())
+    exact = next((run.output for run in runs if run.row.mode == "fp32" and run.row.status == "ok"), None)
     return [finish_run(run, exact) for run in runs], interrupted
 
 
@@ -233,8 +235,8 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         live = live_bytes(runner.model, runner.optimizer)
         peak = measure_peak(lambda: runner.step(batch), live, setup.device)
         run.runner, run.batch = runner, batch
-        floats = (t for t in tensor_leaves((output,), {}) if t.is_floating_point())
-        run.output = tuple(t.detach().float().cpu() for t in floats)
+        leaves = (t.detach().cpu() for t in tensor_leaves((output,), {}))
+        run.output = tuple(t.float() if t.is_floating_point() else t for t in leaves)
         row = replace(row, how=runner.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
         row = replace(row, metric=_metric(setup, output))
         run.row = _with_prediction(row, runner, setup)
@@ -312,25 +314,38 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
-    """Return the finished row; ``exact`` are the outputs of fp32."""
+def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...] | None) -> BenchRow:
+    """Return the finished row; ``exact`` are the outputs of fp32, ``None`` if it did not run."""
     row = run.row
     if row.status != "ok":
         return row
     finite = all(bool(t.isfinite().all()) for t in run.output)
+    sqnr_db, problem = _accuracy(exact, run.output) if finite else (None, "")
     return replace(
         row,
         seconds=statistics.median(run.seconds),
         least=min(run.seconds),
         most=max(run.seconds),
         finite=finite,
-        sqnr_db=_sqnr(exact, run.output) if row.mode != "fp32" and finite and exact else None,
+        sqnr_db=sqnr_db,
+        problem=problem,
     )
 
 
-def _sqnr(exact: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> float | None:
-    """Return the signal-to-noise ratio over all outputs in dB; ``None`` if they are equal."""
-    signal = sum(float(t.double().square().sum()) for t in exact)
-    pairs = zip(exact, outputs, strict=True)
-    noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return signal_to_noise_db(signal, noise)
+def _accuracy(
+    exact: tuple[torch.Tensor, ...] | None, outputs: tuple[torch.Tensor, ...]
+) -> tuple[float | None, str]:
+    """Return the accuracy of the least accurate output in dB, ``None`` if exact; or why there is none."""
+    if exact is None:
+        return None, "fp32 did not run"
+    if len(exact) != len(outputs):
+        return None, f"{plural(len(outputs), 'output')}, in fp32 {len(exact)}"
+    pairs = {f"output {index}": pair for index, pair in enumerate(zip(exact, outputs, strict=True))}
+    comparisons = compare_outputs(pairs, 0)
+    accuracies = {name: c.accuracy_db for name, c in comparisons.items() if c.accuracy_db is not None}
+    if not accuracies:
+        return None, ""
+    worst = min(accuracies, key=accuracies.__getitem__)
+    if math.isfinite(accuracies[worst]):
+        return accuracies[worst], ""
+    return None, f"{worst} {accuracy_text(comparisons[worst], '16 bits')}"

@@ -78,9 +78,11 @@ class BenchRow:
             failed.
         work: Predicted operations and bytes of a step; null if that failed.
         at_best: Least time in seconds on the device named by ``--for``, a roofline estimate.
-        sqnr_db: Accuracy of the outputs against those of fp32 in dB; null if they are equal.
+        sqnr_db: Accuracy of the least accurate output against fp32 in dB; null if all are equal, or if
+            ``problem`` says why there is no number.
         finite: Whether the outputs, and in training the last loss, are finite.
         metric: Mean of the metric of the model file, if it has one.
+        problem: Reason why finite outputs have no accuracy; empty for other outputs.
     """
 
     mode: str
@@ -99,6 +101,7 @@ class BenchRow:
     sqnr_db: float | None = None
     finite: bool | None = None
     metric: float | None = None
+    problem: str = ""
 
     @property
     def per_second(self) -> float | None:
@@ -147,6 +150,11 @@ class BenchReport(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         return f"{self.model.source} on {self.device_name}: {counted(len(self.rows), 'row')} of {self.steps}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes, in the order of the rows."""
+        return tuple(dict.fromkeys(row.batch_size for row in self.rows))
 
     @property
     def steps(self) -> str:

@@ -63,7 +63,7 @@ class BenchView(View[BenchReport]):
 
 def _fastest(report: BenchReport) -> Iterator[str]:
     """Name the fastest mode for each batch size, compared with the first mode that ran."""
-    for size in dict.fromkeys(row.batch_size for row in report.rows):
+    for size in report.sizes:
         timed = [row for row in report.rows if row.batch_size == size and row.status == "ok" and row.seconds]
         if not timed:
             yield f"batch size {size}: no mode ran"
@@ -77,7 +77,7 @@ def _fastest(report: BenchReport) -> Iterator[str]:
 def bench_tables(report: BenchReport) -> list[Section]:
     """Return, for each batch size, the cost of each mode, the predicted memory and the predicted work."""
     tables: list[Section] = []
-    for size in dict.fromkeys(row.batch_size for row in report.rows):
+    for size in report.sizes:
         rows = [row for row in report.rows if row.batch_size == size]
         tables.append(_costs(f"Batch size {size}", rows))
         if any(row.memory is not None for row in rows):
@@ -97,9 +97,14 @@ def _section(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return Section((replace(tabulate(heads, padded), fold=False),), title)
 
 
+def _base(rows: Sequence[BenchRow]) -> BenchRow | None:
+    """Return the first mode that ran, with which the others are compared."""
+    return next((row for row in rows if row.status == "ok"), None)
+
+
 def _costs(title: str, rows: Sequence[BenchRow]) -> Section:
     metric = ("metric",) if any(row.metric is not None for row in rows) else ()
-    base = next((row for row in rows if row.status == "ok"), None)
+    base = _base(rows)
     table = []
     for row in rows:
         cells = [row.status] if row.status != "ok" or base is None else _cells(row, base)
@@ -129,6 +134,8 @@ def _accuracy(row: BenchRow) -> str:
         return BROKEN
     if row.mode == "fp32":
         return "reference"
+    if row.problem:
+        return "none"
     return "exact" if row.sqnr_db is None else f"{row.sqnr_db:.0f} dB"
 
 
@@ -170,8 +177,12 @@ def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     for row in report.rows:
         if row.note:
             yield row.mode, f"batch size {row.batch_size}, {row.status}: {row.note}"
-    first = report.rows[0].mode if report.rows else ""
-    yield "Speed", f"in multiples of {first}; accuracy: signal-to-noise ratio of the outputs against fp32"
+        if row.problem:
+            yield row.mode, f"batch size {row.batch_size}, no accuracy: {row.problem}"
+    bases = [_base([row for row in report.rows if row.batch_size == size]) for size in report.sizes]
+    first = " or ".join(dict.fromkeys(base.mode for base in bases if base is not None))
+    if first:
+        yield "Speed", f"in multiples of {first}; accuracy: signal-to-noise ratio of the outputs against fp32"
     yield (
         "Memory",
         "activations include casts of weights and temporaries; measured: peak relative to the prediction",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 from ampaudit.audit.inputs import as_source
 from ampaudit.benchmarking.config import parse_modes
+from ampaudit.benchmarking.run import bench
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import device_named
 from tests.support.bench import bert, rows_of
@@ -43,6 +46,59 @@ def test_accuracy_stands_beside_each_mode() -> None:
     assert broken["fp32"].finite is True
     assert broken["half"].finite is False
     assert broken["half"].status == "ok"
+
+
+class Rotary(nn.Module):
+    """Has a complex buffer and a complex output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(64, 64)
+        self.register_buffer("turns", torch.polar(torch.ones(32), torch.arange(32.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(self.inner(x).float().unflatten(-1, (32, 2))) * self.turns
+
+
+def test_complex_weights_and_outputs_count() -> None:
+    """``half()`` and ``bfloat16()`` keep complex weights, which ``to(dtype)`` cuts to their real parts."""
+    model, x = Rotary().eval(), torch.randn(4, 64)
+    found = rows_of(as_source(model, batches=[x]), "fp32,half,bf16")
+    with torch.no_grad():
+        exact = model(x)
+        outputs = {"half": copy.deepcopy(model).half()(x.half())}
+        outputs["bf16"] = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    for mode, output in outputs.items():
+        ratio = (exact.abs().square().sum() / (output - exact).abs().square().sum()).item()
+        assert found[mode].sqnr_db == pytest.approx(10 * math.log10(ratio), abs=0.1)
+
+
+def test_fp32_is_float32_for_a_model_in_16_bits() -> None:
+    model = nn.Linear(64, 64).bfloat16().eval()
+    found = rows_of(as_source(model, batches=[torch.randn(4, 64).bfloat16()]), "fp32,half,bf16")
+    assert found["fp32"].memory.weights == 4 * (64 * 64 + 64)  # type: ignore[union-attr]
+    assert found["bf16"].sqnr_db < found["half"].sqnr_db  # type: ignore[operator]
+    assert model.weight.dtype is torch.bfloat16
+
+
+class Ragged(nn.Module):
+    """Returns one number more in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype is torch.float32 else torch.cat([x, x[:1]])
+
+
+def test_what_cannot_be_compared_is_not_called_exact() -> None:
+    x = torch.randn(8)
+    ragged = rows_of(as_source(Ragged().eval(), batches=[x]), "fp32,half")
+    assert (ragged["half"].sqnr_db, ragged["half"].problem) == (None, "output 0 has shape (9,), in FP32 (8,)")
+    linear = as_source(nn.Linear(8, 8).eval(), batches=[x])
+    report = bench(linear, modes=["tf32", "half"] if not torch.cuda.is_available() else ["half"], repeats=1)
+    assert report.rows[-1].problem == "fp32 did not run"
+    text = str(report)
+    assert "exact" not in text
+    assert "multiples of tf32" not in text
 
 
 def test_a_named_device_gives_estimates_and_cudas_autocast() -> None:
