@@ -198,7 +198,8 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
         itemsize, users = (place.dtype or tensor.dtype).itemsize, nodes[place.node].users
         if users and all(converts(user.target) for user in users):  # the narrowest dtype that all uses accept
             values = [user.meta.get("val") for user in users]
-            itemsize = max(value.element_size() for value in values if isinstance(value, torch.Tensor))
+            widest = max(value.element_size() for value in values if isinstance(value, torch.Tensor))
+            itemsize = min(itemsize, widest)
         stored = tensor.numel() * min(itemsize, tensor.element_size())
         before[id(tensor)] = size
         after[id(tensor)] = max(stored, after.get(id(tensor), 0))

@@ -212,6 +212,29 @@ def test_a_weight_that_one_use_takes_in_float32_is_not_counted_as_16_bit(tmp_pat
     assert plan["weights"] == {"before": 320, "after": 320, "masters": 0}
 
 
+def test_a_weight_in_16_bits_that_the_code_takes_as_float32_is_stored_in_16_bits(tmp_path: Path) -> None:
+    """As Mamba computes ``-exp(A_log.float())``."""
+    import torch
+    from safetensors.torch import load_file as load_tensors
+
+    import ampaudit
+
+    class Upcast(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = torch.nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.log.float().exp().to(x.dtype)
+
+    model, x = Upcast().eval(), torch.randn(4, 64)
+    weights = ampaudit.plan(model, x, policy="half").weights
+    ampaudit.convert(model, x, tmp_path / "out", policy="half")
+    stored = load_tensors(tmp_path / "out" / "model.safetensors")["log"]
+    assert (weights.before, weights.after, weights.masters) == (64 * 4, stored.nbytes, 64 * 4)
+    assert stored.dtype is torch.float16
+
+
 def test_plan_of_a_measured_policy_runs_fp32_once() -> None:
     location = str(EXAMPLES / "t5_feed_forward.py")
     plan = json.loads(run("plan", location, "--format", "json").stdout)
