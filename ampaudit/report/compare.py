@@ -190,7 +190,7 @@ def _outputs(old: Report, new: Report, config: DiffConfig, repaired: set[str]) -
         if was is None or output.name in broken | fixed:
             if was is not None and (output.name in broken) != (output.name in fixed):
                 worse = output.name in broken
-                text = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
+                text = f"now {output.fault}" if worse else f"no longer {was.fault}"
                 yield SiteChange("worse" if worse else "better", "", output.name, text)
         elif output.site not in repaired:
             yield from _moved("", output.name, "accuracy", was.sqnr_db, output.sqnr_db, config)

@@ -191,6 +191,11 @@ class OutputAccuracy:
         return f" in {self.batch}" if self.batch and (self.problem or self.sqnr_db is not None) else ""
 
     @property
+    def fault(self) -> str:
+        """What is wrong with it if it is broken, as the rest of a sentence that begins with its name."""
+        return self.problem or "holds infinity or NaN"
+
+    @property
     def in_words(self) -> str:
         """The accuracy as tables show it."""
         if self.problem:

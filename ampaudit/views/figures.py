@@ -297,7 +297,7 @@ def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
     against = "signal-to-noise ratio against FP32"
     if broken:
-        note = f"{escape_control(broken[0].name)} holds infinity or NaN"
+        note = escape_control(f"{broken[0].name} {broken[0].fault}")
     elif report.worst_output is not None and len(report.outputs) > 1:
         note = f"{escape_control(report.worst_output.name)}, the least of {len(report.outputs)}; {against}"
     else:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.findings.finding import Severity
+from ampaudit.render.render import as_file
 from ampaudit.report.compare import diff
 from ampaudit.report.difference import Difference
 from ampaudit.report.documents import parse_document, read_document
@@ -275,6 +276,19 @@ def test_repaired_values_are_not_compared() -> None:
     assert [c.what for c in pair.changes if c.site == "output"] == ["now holds infinity or NaN"]
     back = only(broken, sound)
     assert [c.what for c in back.changes if c.site == "output"] == ["no longer holds infinity or NaN"]
+
+
+def test_an_output_of_another_shape_holds_no_infinity() -> None:
+    """``x[x > 0]`` has another shape if rounding changes a sign."""
+    policies = saved("policies")
+    assert isinstance(policies, Comparison)
+    report = policies.reports[2]
+    problem = "has shape (7,), in FP32 (8,)"
+    first, *rest = report.outputs
+    wrong = replace(report, outputs=(replace(first, sqnr_db=None, problem=problem), *rest))
+    assert [(c.way, c.what) for c in only(report, wrong).changes] == [("worse", f"now {problem}")]
+    assert [(c.way, c.what) for c in only(wrong, report).changes] == [("better", f"no longer {problem}")]
+    assert f"{first.name} {problem}" in as_file(wrong, "html")
 
 
 def test_sites_that_came_and_went() -> None:
