@@ -30,7 +30,7 @@ from ampaudit.trace.flatten import as_module
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.stack import model_frames
-from ampaudit.trace.values import dtype_name
+from ampaudit.trace.values import components, dtype_name
 
 ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 _ITEM = re.compile(r"^output\[(\d+)\]$")
@@ -296,16 +296,17 @@ def run_program(program: nn.Module, call: ExampleCall, seed: int) -> list[torch.
 
 def flat_outputs(output: Any) -> list[torch.Tensor]:
     """Return the tensors of an output in order, detached and on the CPU."""
-    return [tensor.detach().cpu() for tensor in tensor_leaves((output,), {})]
+    leaves = tensor_leaves((output,), {})
+    return [tensor.detach().cpu().resolve_conj().resolve_neg() for tensor in leaves]
 
 
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest absolute error and the SQNR in dB; ``None`` if not finite, or exact.
 
-    The SQNR of integers is their ``share_db``, as in a scan. Tensors of different shapes have
-    neither.
+    The SQNR of integers is their ``share_db``, as in a scan; a complex number counts as two floats. Tensors
+    of different shapes have neither.
     """
-    ours, reference = ours.detach(), reference.detach()
+    ours, reference = components(ours.detach()), components(reference.detach())
     if ours.shape != reference.shape:
         return None, None
     if not ours.numel():

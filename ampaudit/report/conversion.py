@@ -35,8 +35,8 @@ class OutputRecord:
 
     @property
     def is_float(self) -> bool:
-        """Whether its dtype is a floating-point format."""
-        return "float" in self.dtype
+        """Whether its dtype is a floating-point format, real or complex."""
+        return "float" in self.dtype or "complex" in self.dtype
 
     @property
     def differing(self) -> float | None:

@@ -88,6 +88,6 @@ def _accuracy(output: OutputRecord) -> str:
     if output.max_error == 0:
         return "exactly as in FP32"
     if output.differing is not None:
-        return f"{100 * output.differing:.2g} % differ from FP32"
+        return f"{100 * output.differing:.3g} % differ from FP32"
     accuracy = f", {output.sqnr_db:.0f} dB" if output.sqnr_db is not None else ""
     return f"largest error {output.max_error:.2g} against FP32{accuracy}"

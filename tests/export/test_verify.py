@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -235,6 +237,40 @@ def test_small_differences_of_other_kernels_pass(out: Path) -> None:
     assert found.exit_code == 0
     assert "another machine" in found.outputs[0]
     assert verify(out, tolerance_db=100.0).problems[0].kind == "output"
+
+
+class Spectra(nn.Module):
+    """Returns complex numbers, and views that torch conjugates or negates when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        spectrum = torch.fft.rfft(self.inner(x).float())
+        return spectrum, spectrum.conj(), spectrum.conj().imag
+
+
+def test_complex_outputs_are_compared_as_numbers(tmp_path: Path) -> None:
+    model, x = Spectra().eval(), torch.randn(2, 16)
+    out = converted(
+        ModelSource("spectra.py", "python", model, (Batch((x,)),)), tmp_path / "out", policy="half"
+    )
+    manifest = read_manifest(out)
+    stored = safetensors.torch.load_file(out / "reference.safetensors")
+    with torch.no_grad():
+        exact, lower = model(x), copy.deepcopy(model).half()(x.half())
+    for index, (record, ours, theirs) in enumerate(zip(manifest.outputs, lower, exact, strict=True)):
+        ratio = (theirs.abs().square().sum() / (ours - theirs).abs().square().sum()).item()
+        assert record.sqnr_db == pytest.approx(10 * math.log10(ratio), abs=0.5)
+        assert torch.allclose(stored[f"output[{index}]"], ours.resolve_conj().resolve_neg(), atol=1e-2)
+    assert verify(out).problems == ()
+    edit(out / "reference.safetensors", lambda t: t | {"output[0]": t["output[0]"] * 1.001})
+    other = (replace(manifest.outputs[0], sha256="0" * 64), *manifest.outputs[1:])
+    write_manifest(out, replace(manifest, outputs=other))
+    hide(out, "reference.safetensors")
+    assert verify(out).problems == ()
 
 
 @pytest.mark.parametrize(
