@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from ampaudit.core.text import plural
 from ampaudit.render.blocks import Block, Indented, Labelled, Section, facts, line, tabulate
 from ampaudit.render.view import Row, View
 from ampaudit.report.difference import Difference, Differences, Direction, SiteChange
@@ -39,14 +40,15 @@ class DiffView(View[Differences]):
     def _summary(self, pair: Difference, verbose: bool) -> Iterator[tuple[str, str]]:
         differences = self.document
         less = f"(headroom within {differences.bits:g} bits, accuracy within {differences.decibels:g} dB)"
-        yield "As before", f"{pair.same} sites {less}"
+        yield "As before", f"{plural(pair.same, 'site')} {less}"
         for label, names in (("Added", pair.added), ("Removed", pair.removed)):
             if names:
                 first = ", ".join(names[:_SITES])
-                yield label, f"{len(names)} sites: {first}{' ...' if len(names) > _SITES else ''}"
+                yield label, f"{plural(len(names), 'site')}: {first}{' ...' if len(names) > _SITES else ''}"
         others = pair.of("other")
         if others and not verbose:
-            yield "Different", f"{len(others)} changes that are neither; -v shows them"
+            are = "is" if len(others) == 1 else "are"
+            yield "Different", f"{plural(len(others), 'change')} that {are} neither; -v shows them"
         for note in pair.notes:
             yield "Note", note
 

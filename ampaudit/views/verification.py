@@ -32,7 +32,8 @@ class VerificationView(View[Verification]):
             f", {verification.masters} of them rounded from the masters kept" if verification.masters else ""
         )
         size = format_bytes(verification.bytes)
-        checked = f"checked  {verification.files} files, {size}; {verification.tensors} tensors{masters}"
+        files, tensors = plural(verification.files, "file"), plural(verification.tensors, "tensor")
+        checked = f"checked  {files}, {size}; {tensors}{masters}"
         ran = (line(f"run      {output}") for output in verification.outputs)
         yield Section((line(checked), *ran))
 

@@ -20,6 +20,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.findings.finding import Severity
 from ampaudit.render.render import as_file
 from ampaudit.report.compare import diff
+from ampaudit.report.conversion import Verification
 from ampaudit.report.difference import Difference
 from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Comparison, Report, SiteReport
@@ -289,6 +290,18 @@ def test_an_output_of_another_shape_holds_no_infinity() -> None:
     assert [(c.way, c.what) for c in only(report, wrong).changes] == [("worse", f"now {problem}")]
     assert [(c.way, c.what) for c in only(wrong, report).changes] == [("better", f"no longer {problem}")]
     assert f"{first.name} {problem}" in as_file(wrong, "html")
+
+
+def test_counts_of_one_read_as_such() -> None:
+    """A report with one site, against one with another besides."""
+    report = saved_report()
+    few = replace(report, sites=report.sites[:1])
+    more = replace(report, sites=(replace(report.sites[0], precision="float64"), report.sites[1]))
+    text = str(diff(few, more)), str(diff(few, few)), str(Verification("out", 1, 10, 1, 0, (), (), ()))
+    assert "1 change that is neither" in text[0]
+    assert "Added      1 site: " in text[0]
+    assert "As before  1 site (" in text[1]
+    assert "1 file, 10 B; 1 tensor" in text[2]
 
 
 def test_sites_that_came_and_went() -> None:
