@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ from ampaudit.trace.graph import Role, Site, TracedModel
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import PathTracing
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, dtype_name, sizes_of
 
 
 @with_options(PlanConfig)
@@ -120,7 +121,10 @@ def trace_under(
 
 
 def _plan(traced: TracedModel, model: str, weights: PlannedWeights, notes: tuple[str, ...]) -> PlanReport:
-    casts = _casts(traced)
+    casts, unsized = _casts(traced)
+    if unsized:
+        uncounted = f"the bytes of {plural(unsized, 'cast')} depend on the values of the inputs: not counted"
+        notes = (*notes, uncounted)
     ops = [site for site in traced.sites if site.dtype is not None and not site.role.inserted]
     sites = tuple(
         PlannedSite(
@@ -165,21 +169,25 @@ def _rules(sites: Sequence[Site]) -> tuple[RuleUse, ...]:
     return tuple(sorted(uses, key=lambda use: (use.rule is None, -use.sites)))
 
 
-def _casts(traced: TracedModel) -> defaultdict[str, tuple[int, int]]:
-    """Count the casts inserted for each node, and the bytes that they move.
+def _casts(traced: TracedModel) -> tuple[defaultdict[str, tuple[int, int]], int]:
+    """Count the casts inserted for each node with the bytes that they move, and those of unknown size.
 
     A cast that several ops share is counted for the first.
     """
     nodes = {node.name: node for node in traced.graph.nodes}
     counts: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    unsized = 0
     for site in traced.sites:
         if site.role.inserted and site.dtype is not None:
             node = nodes[site.node]
             first = next((user.name for user in node.users if user.op == "call_function"), "output")
             count, size = counts[first]
-            values = (node.all_input_nodes[0].meta["val"], node.meta["val"])
-            counts[first] = count + 1, size + sum(int(v.numel() * v.element_size()) for v in values)
-    return counts
+            sizes = sizes_of(node.meta["val"])
+            per_element = sum(n.meta["val"].element_size() for n in (node.all_input_nodes[0], node))
+            known = UNKNOWN_SIZE not in sizes
+            unsized += not known
+            counts[first] = count + 1, size + (math.prod(sizes) * per_element if known else 0)
+    return counts, unsized
 
 
 def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:

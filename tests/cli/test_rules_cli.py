@@ -235,6 +235,26 @@ def test_a_weight_in_16_bits_that_the_code_takes_as_float32_is_stored_in_16_bits
     assert stored.dtype is torch.float16
 
 
+def test_casts_whose_size_depends_on_values_are_counted_without_bytes() -> None:
+    """As the tokens of an expert, or the boxes of a detector."""
+    import torch
+
+    import ampaudit
+
+    class Chosen(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen: torch.Tensor = self.inner(x[x[:, 0] > 0])
+            return chosen
+
+    plan = ampaudit.plan(Chosen().eval(), torch.randn(16, 8), policy="torch-cuda")
+    assert (plan.casts, plan.cast_bytes) == (3, (8 * 4 + 4) * (4 + 2))  # of the weight and the bias
+    assert "the bytes of 1 cast depend on the values of the inputs: not counted" in plan.notes
+
+
 def test_plan_of_a_measured_policy_runs_fp32_once() -> None:
     location = str(EXAMPLES / "t5_feed_forward.py")
     plan = json.loads(run("plan", location, "--format", "json").stdout)
