@@ -30,16 +30,22 @@ _ATOMS = (
     *(types.NoneType, bool, int, float, complex, str, bytes, type),
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
 )
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore the state of each generator afterwards."""
+    """Leave the caller's autocast region while active; restore it and each generator's state afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
+    regions = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     try:
+        for device in regions:
+            torch.set_autocast_enabled(device, False)
         with torch.random.fork_rng():
             yield
     finally:
+        for device in regions:
+            torch.set_autocast_enabled(device, True)
         random.setstate(python)
         np.random.set_state(numpy)
 

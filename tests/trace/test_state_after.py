@@ -81,6 +81,24 @@ def test_nothing_has_changed(kind: type[Writing], way: str, mode: bool, tmp_path
     assert state(model) == before
 
 
+def test_measuring_speed_changes_nothing() -> None:
+    model = Writing().train()
+    before = state(model)
+    ampaudit.bench(model, X, modes="fp32,half", repeats=1)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half", "onnx"])
+def test_an_autocast_region_around_a_scan_has_no_effect(policy: str) -> None:
+    model = Writing().eval()
+    report = ampaudit.scan(model, X, policy=policy)
+    with torch.autocast("cpu", torch.float16):
+        inside = ampaudit.scan(model, X, policy=policy)
+        assert model(X).dtype is torch.float32  # Writing adds a float32 buffer
+        assert model.linear(X).dtype is torch.float16  # the region is still active
+    assert (inside.sites, inside.outputs) == (report.sites, report.outputs)
+
+
 def test_a_model_that_writes_its_buffers_verifies(tmp_path: Path) -> None:
     report, made = ampaudit.convert(Writing().eval(), X, tmp_path / "out")
     assert report.exit_code == 0
