@@ -61,9 +61,7 @@ def assert_safe(
         AuditError: The audit cannot be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
-    from ampaudit.trace.isolation import preserved
-
-    with preserved(), _quiet_trace():  # some imports below draw random numbers
+    with _quiet_trace():
         from ampaudit.audit.config import ScanConfig, rules_of
         from ampaudit.audit.scan import scan
         from ampaudit.ci.judge import check_codes, judge, measured_in

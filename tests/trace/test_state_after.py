@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,15 @@ def test_an_autocast_region_around_a_scan_has_no_effect(policy: str) -> None:
         assert model(X).dtype is torch.float32  # Writing adds a float32 buffer
         assert model.linear(X).dtype is torch.float16  # the region is still active
     assert (inside.sites, inside.outputs) == (report.sites, report.outputs)
+
+
+def test_imports_draw_no_random_numbers() -> None:
+    code = (
+        "import random; state = random.getstate(); import ampaudit; from torch import nn, ones; "
+        "ampaudit.convert, str(ampaudit.assert_safe(nn.Linear(2, 2), ones(1, 2))); "
+        "assert random.getstate() == state"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_model_that_writes_its_buffers_verifies(tmp_path: Path) -> None:
