@@ -86,6 +86,7 @@ def scan(
 
 
 @with_options(ScanConfig)
+@preserved()
 def scan(
     model: ModelLike,
     inputs: Inputs | SizedInputs | None = None,

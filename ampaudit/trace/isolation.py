@@ -10,6 +10,7 @@ import contextlib
 import copy
 import copyreg
 import random
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -30,24 +31,29 @@ _ATOMS = (
     *(types.NoneType, bool, int, float, complex, str, bytes, type),
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
 )
+_LOCK = threading.RLock()
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave the caller's autocast region while active; restore it and each generator's state afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    regions = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
-    try:
-        for device in regions:
-            torch.set_autocast_enabled(device, False)
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for device in regions:
-            torch.set_autocast_enabled(device, True)
-        random.setstate(python)
-        np.random.set_state(numpy)
+    """Leave the caller's autocast region while active; restore it and each generator's state afterwards.
+
+    One thread at a time: generators, and what is replaced in torch while it traces, belong to the process.
+    """
+    with _LOCK:
+        python, numpy = random.getstate(), np.random.get_state()
+        regions = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        try:
+            for device in regions:
+                torch.set_autocast_enabled(device, False)
+            with torch.random.fork_rng():
+                yield
+        finally:
+            for device in regions:
+                torch.set_autocast_enabled(device, True)
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager

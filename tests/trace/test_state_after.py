@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_an_autocast_region_around_a_scan_has_no_effect(policy: str) -> None:
         assert model(X).dtype is torch.float32  # Writing adds a float32 buffer
         assert model.linear(X).dtype is torch.float16  # the region is still active
     assert (inside.sites, inside.outputs) == (report.sites, report.outputs)
+
+
+def test_threads_may_scan_at_once() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4 + i)) for i in range(4)]
+    expected = [ampaudit.scan(model, X).outputs for model in models]
+    stdout, random_numbers = sys.stdout, torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        reports = list(pool.map(lambda model: ampaudit.scan(model, X), models * 4))
+    assert [report.outputs for report in reports] == expected * 4
+    assert sys.stdout is stdout
+    assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
 def test_imports_draw_no_random_numbers() -> None:
