@@ -37,6 +37,7 @@ from torch.fx import proxy as fx_proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
+    _ModuleStackTracer,
     disable_proxy_modes_tracing,
     fetch_object_proxy,
     track_tensor_tree,
@@ -73,6 +74,7 @@ __all__ = [
     "has_kernel",
     "indexing",
     "inside_transform",
+    "layer_tracer",
     "lazy_graph_modules",
     "looking_up_fake_tensors",
     "needs_values",
@@ -99,6 +101,7 @@ function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 # graph modules whose code is generated when they are called, which those of an export never are
 lazy_graph_modules: Callable[[bool], Any] = _use_lazy_graph_module
+layer_tracer: Any = _ModuleStackTracer
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 # errors of ops whose result fake tensors cannot describe, and messages of ops that read their memory
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

@@ -42,6 +42,7 @@ from ampaudit.trace.internals import (
     fx_proxy,
     indexing,
     inside_transform,
+    layer_tracer,
     needs_values,
     patched,
     recording_mode,
@@ -99,6 +100,8 @@ class DispatchHook:
             Replacement(export_utils, "_maybe_find_pre_dispatch_tf_mode_for_export", lambda: None),
             Replacement(indexing(), "mod_index", _index),
             Replacement(nn.Module, "_apply", _apply),
+            Replacement(layer_tracer, "__init__", _start_tracer),
+            Replacement(layer_tracer, "path_of_module", _path_of),
         )
         answering = nullcontext() if self.path is None else self.path.answering(current_layer)
         with patched(replacements), answering:
@@ -154,6 +157,19 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
+
+
+def _start_tracer(tracer: Any, root: Any, by_torch: Call = layer_tracer.__init__) -> None:
+    """Show the model's code its own modules, where torch has proxies if a module has two names."""
+    by_torch(tracer, root)
+    tracer.enable_attr_proxy = False
+
+
+def _path_of(tracer: Any, module: nn.Module, by_torch: Call = layer_tracer.path_of_module) -> str:
+    """Return the path of a module; of several, one inside the module that calls it."""
+    caller = next((path for path, *_ in reversed(tracer.module_stack.values())), "")
+    paths: list[str] = tracer.module_id_cache.get(id(module), [])
+    return next((path for path in paths if path.startswith(f"{caller}.")), None) or by_torch(tracer, module)
 
 
 @contextmanager

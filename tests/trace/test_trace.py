@@ -341,3 +341,42 @@ def test_a_norm_with_default_arguments_is_in_float32() -> None:
     dtypes = {site.op: site.dtype for site in found.sites if "norm" in site.op}
     overloads = ("ScalarOpt_dim_dtype", "ScalarOpt_dtype")
     assert dtypes == {f"aten.norm.{overload}": torch.float32 for overload in overloads}
+
+
+class Chain(nn.Module):
+    """Slices its layers, and compares them by identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[1:]:
+            x = layer(x)
+        for layer, scale in zip(self.layers[:2], self.scales[:], strict=True):
+            x = layer(x) * scale if layer is self.layers[0] else layer(x)
+        return x
+
+
+class WithAlias(nn.Module):
+    def __init__(self, chain: Chain) -> None:
+        super().__init__()
+        self.chain = self.alias = chain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.chain(x)
+
+
+def test_a_second_name_of_a_module_changes_neither_ops_nor_layers() -> None:
+    chain, batch = Chain().eval(), Batch((torch.randn(4, 8),))
+
+    def ops(model: nn.Module) -> list[tuple[str, str]]:
+        sites = traced(model.eval(), batch).sites
+        return [(site.layer, site.op) for site in sites if site.role is Role.COMPUTE]
+
+    layers = [f"layers.{i}" for i in (1, 2, 0, 1)]
+    assert [layer for layer, op in ops(chain) if "linear" in op] == layers
+    assert [op for _, op in ops(chain) if "linear" not in op] == ["aten.mul.Tensor"]
+    renamed = [(layer.removeprefix("chain").lstrip("."), op) for layer, op in ops(WithAlias(chain))]
+    assert renamed == ops(chain)
