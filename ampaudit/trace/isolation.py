@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
+import functools
+import gc
 import random
+import sys
 import threading
 import types
 import weakref
@@ -22,7 +25,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.internals import Replacement, patched
+from ampaudit.trace.internals import FakeTensor, Replacement, patched
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -32,6 +35,7 @@ _ATOMS = (
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
 )
 _LOCK = threading.RLock()
+_LARGEST_CACHE = 10_000  # entries; larger tables are data
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -78,6 +82,46 @@ def autocast_to_float32() -> Iterator[None]:
 
     with patched((Replacement(torch.autocast, "__enter__", widened),)):
         yield
+
+
+@contextmanager
+def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
+    """Take the fake tensors of a trace out of what a model shares with other code, once it has ended.
+
+    Code may keep tensors in global variables, in attributes of classes and under ``functools.lru_cache``,
+    where the next call would find them. The model's classes and the modules of their packages are searched.
+    """
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    packages = {base.__module__.partition(".")[0] for base in classes} - {"torch", "builtins"}
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in packages]
+    owners = [*classes, *(module for module in modules if isinstance(module, types.ModuleType))]
+    before = [dict(vars(owner)) for owner in owners]
+    values = {id(value): value for variables in before for value in variables.values()}.values()
+    tables = [(v, v.copy()) for v in values if type(v) in (dict, list) and len(v) <= _LARGEST_CACHE]
+    try:
+        yield
+    finally:
+        for owner, variables in zip(owners, before, strict=True):
+            for name, value in list(vars(owner).items()):
+                cache = value.__func__ if isinstance(value, staticmethod) else value
+                if isinstance(cache, functools._lru_cache_wrapper) and _has_fakes(gc.get_referents(cache)):
+                    cache.cache_clear()
+                elif value is not variables.get(name) and _has_fakes(value):
+                    if name in variables:
+                        setattr(owner, name, variables[name])
+                    else:
+                        delattr(owner, name)
+        for table, old in tables:
+            if _has_fakes(table):
+                table.clear()
+                (table.extend if isinstance(table, list) else table.update)(old)
+
+
+def _has_fakes(value: Any, depth: int = 4) -> bool:
+    if depth == 0 or not isinstance(value, dict | list | tuple):
+        return isinstance(value, FakeTensor)
+    items = value.values() if isinstance(value, dict) else value
+    return any(_has_fakes(item, depth - 1) for item in items)
 
 
 def host_state() -> tuple[Any, ...]:

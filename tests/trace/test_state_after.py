@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import subprocess
 import sys
@@ -100,6 +101,52 @@ def test_an_autocast_region_around_a_scan_has_no_effect(policy: str) -> None:
         assert model(X).dtype is torch.float32  # Writing adds a float32 buffer
         assert model.linear(X).dtype is torch.float16  # the region is still active
     assert (inside.sites, inside.outputs) == (report.sites, report.outputs)
+
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+@functools.lru_cache
+def positions(n: int) -> torch.Tensor:
+    return torch.arange(n) / n
+
+
+class Caching(nn.Module):
+    """Keeps tensors where all models of its class find them."""
+
+    slopes: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @staticmethod
+    @functools.cache
+    def window(n: int) -> tuple[torch.Tensor, ...]:
+        return (torch.hann_window(n),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Caching.slopes is None:
+            Caching.slopes = torch.ones(4)
+        if 4 not in TABLES:
+            TABLES[4] = torch.ones(4)
+        return self.linear(x) + positions(4) + self.window(4)[0] + Caching.slopes + TABLES[4]
+
+
+@pytest.mark.parametrize("policy", ["half", "onnx"])
+def test_what_a_model_caches_is_real_after_a_scan(policy: str) -> None:
+    model = Caching().eval()
+    for _ in range(2):
+        ampaudit.scan(model, X, policy=policy)
+    assert (positions.cache_info().currsize, TABLES, Caching.slopes) == (0, {}, None)
+    expected = model.linear(X) + torch.arange(4) / 4 + torch.hann_window(4) + 2
+    torch.testing.assert_close(model(X), expected)
+    ampaudit.scan(model, X, policy=policy)
+    assert positions.cache_info().currsize == len(TABLES) == 1  # what is real stays
+    Caching.slopes = None
+    Caching.window.cache_clear()
+    positions.cache_clear()
+    TABLES.clear()
 
 
 def test_threads_may_scan_at_once() -> None:
