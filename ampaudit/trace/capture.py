@@ -52,6 +52,7 @@ from ampaudit.trace.fake_model import (
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel, build_sites
 from ampaudit.trace.internals import (
+    FakeTensor,
     FakeTensorMode,
     Replacement,
     ShapeEnv,
@@ -72,6 +73,7 @@ from ampaudit.trace.values import (
     fake_arguments,
     inexact,
     node_dtype,
+    storage_id,
     torch_dtype,
 )
 
@@ -419,6 +421,7 @@ def _placeholders(
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
     real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
     masters = constant_masters(model, fake_model)
+    registered = {storage_id(fake): (layer_path(n), fake) for n, fake in named_tensors(fake_model).items()}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -432,6 +435,10 @@ def _placeholders(
         name = next(names) if slot is Slot.INPUT else layer_path(str(spec.target))
         if slot is not Slot.INPUT:
             constant = program.constants.get(str(spec.target))
+            if isinstance(constant, FakeTensor) and storage_id(constant) in registered:
+                # the code reads it from a list, an object or a closure
+                name, node.meta["val"] = registered[storage_id(constant)]
+                slot = Slot.PARAMETER if isinstance(real[name], nn.Parameter) else Slot.BUFFER
             tensor = real[name] if name in real else masters.get(id(constant), constant)
             assert isinstance(tensor, torch.Tensor), tensor
             tensors[node.name] = tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from traceback import StackSummary
 
@@ -380,3 +381,31 @@ def test_a_second_name_of_a_module_changes_neither_ops_nor_layers() -> None:
     assert [op for _, op in ops(chain) if "linear" not in op] == ["aten.mul.Tensor"]
     renamed = [(layer.removeprefix("chain").lstrip("."), op) for layer, op in ops(WithAlias(chain))]
     assert renamed == ops(chain)
+
+
+class Referring(nn.Module):
+    """Reads its parameters from a list, an object and a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.weights = [self.layer.weight]
+        self.add = functools.partial(torch.add, self.layer.bias)
+        scale = self.scale
+        self.scaled = lambda x: x * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.add(nn.functional.linear(x, self.weights[0])))
+
+
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+def test_parameters_keep_their_names_however_code_refers_to_them(policy: str) -> None:
+    model = Referring().eval()
+    found = traced(model, Batch((torch.randn(4, 8),)), policy)
+    read = {node.name for node in found.graph.find_nodes(op="placeholder") if node.users}
+    names = {
+        p.name: found.tensors[p.node] for p in found.placeholders if p.node in read & found.tensors.keys()
+    }
+    expected = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert {name: id(tensor) for name, tensor in names.items()} == expected
