@@ -37,10 +37,9 @@ from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace import TraceConfig, trace
-from ampaudit.trace.converted import ConvertedModel, attach_weights
+from ampaudit.trace.converted import ConvertedModel, attach_weights, casts_of
 from ampaudit.trace.graph import Role, Site, TracedModel
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, dtype_name, sizes_of
 
@@ -203,11 +202,9 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
         if tensor is None or (id(tensor) in read and not nodes[place.node].users):
             continue  # no weight, or tied to one that is read under another name
         size = tensor.numel() * tensor.element_size()
-        itemsize, users = (place.dtype or tensor.dtype).itemsize, nodes[place.node].users
-        if users and all(converts(user.target) for user in users):  # the narrowest dtype that all uses accept
-            values = [user.meta.get("val") for user in users]
-            widest = max(value.element_size() for value in values if isinstance(value, torch.Tensor))
-            itemsize = min(itemsize, widest)
+        itemsize = (place.dtype or tensor.dtype).itemsize
+        if casts := casts_of(nodes[place.node], traced.site_of_node):  # the narrowest dtype that all accept
+            itemsize = min(itemsize, max(cast.meta["val"].element_size() for cast in casts))
         stored = tensor.numel() * min(itemsize, tensor.element_size())
         before[id(tensor)] = size
         after[id(tensor)] = max(stored, after.get(id(tensor), 0))

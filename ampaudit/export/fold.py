@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 
 from ampaudit.checkpoint.safetensors import type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import Mode
-from ampaudit.trace.converted import ConvertedModel, identity
+from ampaudit.trace.converted import ConvertedModel, casts_of, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import for_any_strides
-from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.graph import Placeholder, Site, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 
@@ -49,9 +47,11 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
         stored = _stored_dtypes(converted)
     else:
         _cast_masters(graph, converted, nodes)
+    weights = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
     for name, dtype in stored.items():
         if nodes[name].meta["val"].dtype != dtype:  # otherwise, the trace depends on this dtype
-            _fold(graph, nodes[name], dtype)
+            casts = casts_of(weights[name], traced.site_of_node) or []
+            _fold(graph, nodes[name], [nodes[cast.name] for cast in casts], dtype)
     graph.lint()
     placeholders = tuple(
         p if p.slot is Slot.INPUT else replace(p, dtype=stored.get(p.node, traced.tensors[p.node].dtype))
@@ -85,27 +85,21 @@ def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
     """Return the 16-bit dtype to which every use of a weight converts it, if there is exactly one."""
-    dtypes: set[torch.dtype] = set()
-    for user in node.users:
-        site = sites.get(user.name)
-        if site is None or site.role is not Role.WEIGHT_CAST or any(map(_writes, user.users)):
-            return None
-        dtypes.add(user.meta["val"].dtype)
+    dtypes = {cast.meta["val"].dtype for cast in casts_of(node, sites) or ()}
     (dtype,) = dtypes if len(dtypes) == 1 else (None,)
     return dtype if dtype in LOW_PRECISION_DTYPES and node.meta["val"].dtype is torch.float32 else None
 
 
-def _writes(node: fx.Node) -> bool:
-    """Return whether a call may write to an argument, which must not be a stored weight."""
-    return isinstance(node.target, OpOverload) and bool(mutated_arguments(node.target))
-
-
-def _fold(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
-    """Remove the casts of a stored weight from a graph."""
-    for user in list(node.users):
-        user.replace_all_uses_with(node)
-        graph.erase_node(user)
-    node.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
+def _fold(graph: fx.Graph, weight: fx.Node, casts: Sequence[fx.Node], dtype: torch.dtype) -> None:
+    """Remove the casts of a stored weight and of its views from a graph."""
+    for cast in casts:
+        (source,) = cast.all_input_nodes
+        cast.replace_all_uses_with(source)
+        graph.erase_node(cast)
+        while source is not weight:
+            source.meta = {**source.meta, "val": source.meta["val"].to(dtype)}
+            (source,) = source.all_input_nodes
+    weight.meta = {**weight.meta, "val": weight.meta["val"].to(dtype)}
 
 
 def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ampaudit.checkpoint.safetensors import clipped
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
+from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
 _NUMBERS = 3  # how many constants of an op are named
@@ -210,3 +212,22 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
         return math.isnan(second)
     return type(first) is type(second) and bool(first == second)
+
+
+def casts_of(node: fx.Node, sites: Mapping[str, Site]) -> list[fx.Node] | None:
+    """Return the casts of a weight and of its views; ``None`` if anything else uses it."""
+    casts: list[fx.Node] = []
+    for user in node.users:
+        role = sites[user.name].role if user.name in sites else None
+        inner = casts_of(user, sites) if role is Role.VIEW else [user]
+        if inner is None or role is None or (role is not Role.VIEW and not role.converts):
+            return None
+        if any(_writes(reader) for cast in inner for reader in cast.users):
+            return None
+        casts += inner
+    return casts
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a call may write to an argument, which must not be a stored weight."""
+    return isinstance(node.target, OpOverload) and bool(mutated_arguments(node.target))

@@ -74,6 +74,29 @@ def test_only_a_weight_that_every_use_casts_is_stored_in_16_bits() -> None:
     assert sorted(names[node.args[0].name] for node in casts) == ["both", "x"]
 
 
+class Viewed(nn.Module):
+    """Weights that products read through views, of which a sum in float32 reads one as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.cut, self.both = (nn.Parameter(torch.randn(4, 8, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.turned[0], self.cut.view(2, 2, 8, 8)[1].flip(0)
+        x = x @ first.T + x @ first.expand(8, 8) + (x @ self.both[1].mT) @ second[0]
+        return x + torch.cumsum(self.both[2].T, 0)
+
+
+def test_a_weight_that_products_read_through_views_is_stored_in_16_bits() -> None:
+    inputs = {"x": torch.randn(8, 8)}
+    for policy, stored in (("torch-cuda", {"turned"}), ("half", {"turned", "cut", "both"})):
+        made = traced(Viewed(), inputs, policy, "bfloat16")
+        deployed = fold_casts(attach_weights(made), "inference")
+        assert {p.name for p in deployed.placeholders if p.dtype is torch.bfloat16} - {"x"} == stored
+        folded, cast = (outputs(made, inputs, mode) for mode in ("inference", "train"))
+        assert all(torch.equal(value, cast[name]) for name, value in folded.items())
+
+
 class Counted(nn.Module):
     """A float weight that the author uses as whole numbers."""
 
