@@ -39,13 +39,13 @@ from ampaudit.source.twins import using_twins
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights, casts_of
 from ampaudit.trace.graph import Role, Site, TracedModel
-from ampaudit.trace.isolation import preserved
+from ampaudit.trace.isolation import isolated
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE, dtype_name, sizes_of
 
 
 @with_options(PlanConfig)
-@preserved()
+@isolated()
 def plan(
     model: ModelLike,
     inputs: Inputs | None = None,

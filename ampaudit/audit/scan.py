@@ -36,7 +36,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
-from ampaudit.trace.isolation import preserved
+from ampaudit.trace.isolation import isolated, preserved
 
 # shares of the free memory; the rest is for other processes and for the run itself
 _HOST_SHARE = 0.5
@@ -86,7 +86,7 @@ def scan(
 
 
 @with_options(ScanConfig)
-@preserved()
+@isolated()
 def scan(
     model: ModelLike,
     inputs: Inputs | SizedInputs | None = None,

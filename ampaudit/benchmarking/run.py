@@ -43,13 +43,13 @@ from ampaudit.run.outputs import compare_outputs
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.failure import plain_reason
-from ampaudit.trace.isolation import preserved
+from ampaudit.trace.isolation import isolated
 
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
 @with_options(BenchConfig)
-@preserved()
+@isolated()
 def bench(
     model: ModelLike,
     inputs: Inputs | None = None,

@@ -60,7 +60,7 @@ from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 from ampaudit.source.streamed import model_names, open_weights
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import kept_by_author, named_tensors
-from ampaudit.trace.isolation import preserved
+from ampaudit.trace.isolation import isolated
 from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.tune import tuned_rules
@@ -75,7 +75,7 @@ _MOST_LISTED = 4  # modules that a note names
 
 
 @with_options(ConvertConfig)
-@preserved()
+@isolated()
 def convert(
     model: ModelLike,
     inputs: Inputs | None = None,

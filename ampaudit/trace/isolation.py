@@ -40,24 +40,36 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Leave the caller's autocast region while active; restore it and each generator's state afterwards.
+def isolated() -> Iterator[None]:
+    """Audit outside the caller's autocast region, without changing the state of its generators.
 
     One thread at a time: generators, and what is replaced in torch while it traces, belong to the process.
     """
     with _LOCK:
-        python, numpy = random.getstate(), np.random.get_state()
         regions = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
         try:
             for device in regions:
                 torch.set_autocast_enabled(device, False)
-            with torch.random.fork_rng():
+            with preserved():
                 yield
         finally:
             for device in regions:
                 torch.set_autocast_enabled(device, True)
-            random.setstate(python)
-            np.random.set_state(numpy)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the state of each generator afterwards.
+
+    Unlike ``isolated``, any thread may enter it meanwhile, such as autograd's for a GPU.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

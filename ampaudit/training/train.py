@@ -36,7 +36,7 @@ from ampaudit.run.device import (
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import LossAndOutput
-from ampaudit.trace.isolation import preserved, structural_copy
+from ampaudit.trace.isolation import isolated, structural_copy
 from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at, smoothed_end, training_report
@@ -49,7 +49,7 @@ MAX_BATCHES = 256  # batches in memory; a longer run repeats them
 
 
 @with_options(TrainConfig)
-@preserved()
+@isolated()
 def train(
     model: ModelLike,
     batches: Iterable[Inputs] | None = None,

@@ -44,7 +44,7 @@ from ampaudit.source.twins import using_twins
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Role
-from ampaudit.trace.isolation import preserved
+from ampaudit.trace.isolation import isolated
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.search import (
@@ -77,7 +77,7 @@ ROUNDS = 4  # rounds of a search and an audit of its result
 
 
 @with_options(TuneConfig)
-@preserved()
+@isolated()
 def tune(
     model: ModelLike,
     inputs: Inputs | None = None,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.trace.isolation import call_unchanged
+from ampaudit.trace.isolation import call_unchanged, isolated, seeded
 
 
 class Writing(nn.Module):
@@ -158,6 +158,17 @@ def test_threads_may_scan_at_once() -> None:
     assert [report.outputs for report in reports] == expected * 4
     assert sys.stdout is stdout
     assert torch.equal(torch.get_rng_state(), random_numbers)
+
+
+def test_other_threads_may_compute_for_a_scan() -> None:
+    """On a GPU, autograd runs the backward pass of a scan in threads of its own."""
+
+    def drawn() -> float:
+        with seeded(0):
+            return torch.rand(()).item()
+
+    with ThreadPoolExecutor(1) as pool, isolated():
+        assert pool.submit(drawn).result(timeout=20) == drawn()
 
 
 def test_imports_draw_no_random_numbers() -> None:
