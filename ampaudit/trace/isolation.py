@@ -16,8 +16,10 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import delitem, setitem
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +37,8 @@ _ATOMS = (
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
 )
 _LOCK = threading.RLock()
-_LARGEST_CACHE = 10_000  # entries; larger tables are data
+_TABLES = (dict, list, OrderedDict, defaultdict)
+_LARGEST_CACHE = 1_000  # entries; a larger dict or list is data
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -100,39 +103,58 @@ def autocast_to_float32() -> Iterator[None]:
 def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
     """Take the fake tensors of a trace out of what a model shares with other code, once it has ended.
 
-    Code may keep tensors in global variables, in attributes of classes and under ``functools.lru_cache``,
-    where the next call would find them. The model's classes and the modules of their packages are searched.
+    Code may keep tensors in global variables, in attributes of classes, in dicts and lists there, and under
+    ``functools.lru_cache``, where the next call would find them. The model's classes and the modules of their
+    packages are searched.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {base.__module__.partition(".")[0] for base in classes} - {"torch", "builtins"}
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in packages]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
     owners = [*classes, *(module for module in modules if isinstance(module, types.ModuleType))]
-    before = [dict(vars(owner)) for owner in owners]
-    values = {id(value): value for variables in before for value in variables.values()}.values()
-    tables = [(v, v.copy()) for v in values if type(v) in (dict, list) and len(v) <= _LARGEST_CACHE]
+    tables = _tables_in(owners)
+    before = [(owner, _entries(owner)) for owner in (*owners, *tables, *_tables_in(tables))]
     try:
         yield
     finally:
-        for owner, variables in zip(owners, before, strict=True):
-            for name, value in list(vars(owner).items()):
-                cache = value.__func__ if isinstance(value, staticmethod) else value
-                if isinstance(cache, functools._lru_cache_wrapper) and _has_fakes(gc.get_referents(cache)):
-                    cache.cache_clear()
-                elif value is not variables.get(name) and _has_fakes(value):
-                    if name in variables:
-                        setattr(owner, name, variables[name])
-                    else:
-                        delattr(owner, name)
-        for table, old in tables:
-            if _has_fakes(table):
-                table.clear()
-                (table.extend if isinstance(table, list) else table.update)(old)
+        for owner, old in before:
+            _restore(owner, old)
+        for value in (value for owner in owners for value in _entries(owner).values()):
+            cache = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(cache, functools._lru_cache_wrapper) and _has_fakes(gc.get_referents(cache)):
+                cache.cache_clear()
+
+
+def _tables_in(owners: Iterable[Any]) -> list[Any]:
+    """Return the dicts and lists that are entries of other objects, without large ones, which are data."""
+    values = {id(value): value for owner in owners for value in _entries(owner).values()}
+    return [v for v in values.values() if type(v) in _TABLES and len(v) <= _LARGEST_CACHE]
+
+
+def _entries(owner: Any) -> dict[Any, Any]:
+    """Copy the variables of a class or a module, or the entries of a dict or a list."""
+    if isinstance(owner, list):
+        return dict(enumerate(owner))
+    return dict(owner if isinstance(owner, dict) else vars(owner))
+
+
+def _restore(owner: Any, old: Mapping[Any, Any]) -> None:
+    """Put the old entries where fake tensors have come in."""
+    changed = ((key, value) for key, value in _entries(owner).items() if value is not old.get(key))
+    fakes = [key for key, value in changed if _has_fakes(value)]
+    if fakes and isinstance(owner, list):
+        owner[:] = old.values()
+        return
+    remove, store = (delitem, setitem) if isinstance(owner, dict) else (delattr, setattr)
+    for key in fakes:
+        remove(owner, key)
+        if key in old:
+            store(owner, key, old[key])
 
 
 def _has_fakes(value: Any, depth: int = 4) -> bool:
     if depth == 0 or not isinstance(value, dict | list | tuple):
         return isinstance(value, FakeTensor)
-    items = value.values() if isinstance(value, dict) else value
+    items = list(value.values()) if isinstance(value, dict) else value
     return any(_has_fakes(item, depth - 1) for item in items)
 
 

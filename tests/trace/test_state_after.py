@@ -7,6 +7,7 @@ import functools
 import random
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_an_autocast_region_around_a_scan_has_no_effect(policy: str) -> None:
 
 
 TABLES: dict[int, torch.Tensor] = {}
+NESTED: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
 
 @functools.lru_cache
@@ -125,26 +127,36 @@ class Caching(nn.Module):
     def window(n: int) -> tuple[torch.Tensor, ...]:
         return (torch.hann_window(n),)
 
+    @classmethod
+    @functools.cache
+    def bias(cls) -> torch.Tensor:
+        return torch.ones(4)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if Caching.slopes is None:
             Caching.slopes = torch.ones(4)
         if 4 not in TABLES:
             TABLES[4] = torch.ones(4)
-        return self.linear(x) + positions(4) + self.window(4)[0] + Caching.slopes + TABLES[4]
+        if not NESTED["cpu"]:
+            NESTED["cpu"].append(torch.ones(4))
+        x = self.linear(x) + positions(4) + self.window(4)[0] + Caching.slopes + TABLES[4]
+        return x + self.bias() + NESTED["cpu"][0]
 
 
 @pytest.mark.parametrize("policy", ["half", "onnx"])
 def test_what_a_model_caches_is_real_after_a_scan(policy: str) -> None:
     model = Caching().eval()
+    NESTED["cpu"].clear()
     for _ in range(2):
         ampaudit.scan(model, X, policy=policy)
-    assert (positions.cache_info().currsize, TABLES, Caching.slopes) == (0, {}, None)
-    expected = model.linear(X) + torch.arange(4) / 4 + torch.hann_window(4) + 2
+    assert (positions.cache_info().currsize, TABLES, NESTED, Caching.slopes) == (0, {}, {"cpu": []}, None)
+    expected = model.linear(X) + torch.arange(4) / 4 + torch.hann_window(4) + 4
     torch.testing.assert_close(model(X), expected)
     ampaudit.scan(model, X, policy=policy)
     assert positions.cache_info().currsize == len(TABLES) == 1  # what is real stays
     Caching.slopes = None
     Caching.window.cache_clear()
+    Caching.bias.cache_clear()
     positions.cache_clear()
     TABLES.clear()
 
