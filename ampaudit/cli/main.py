@@ -51,7 +51,6 @@ def _open_missing_streams() -> None:
 
 
 def _keep_output() -> None:
-    """Keep the standard output for reports: what native code and other processes print goes to stderr."""
-    encoding, output = sys.stdout.encoding, os.dup(1)
+    """Keep standard output for reports: what native code and other processes print goes to stderr."""
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(output, "w", 1 if os.isatty(output) else -1, encoding, closefd=False)

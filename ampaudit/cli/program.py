@@ -15,7 +15,7 @@ from click.types import StringParamType
 
 from ampaudit.cli.terminal import bound_size, make_printable, print_notes
 from ampaudit.core import __version__
-from ampaudit.core.errors import AuditError, did_you_mean, first_line
+from ampaudit.core.errors import AuditError, did_you_mean, first_line, text_of
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED
 
@@ -111,7 +111,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
         reason = error.strerror or first_line(error)
         where = f"{describe(error.filename)}: " if error.filename else ""
         return f"{where}{reason}\n  next: check that file, or run again with --debug", 2
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
     return f"internal error: {text}\n  next: please report it with the output of --debug", 3
 
 

@@ -30,7 +30,7 @@ _ASCII = {
 
 
 class _StandardOutput(io.FileIO):
-    """File descriptor 1, with clear errors if it cannot be written."""
+    """The standard output, with clear errors if it cannot be written."""
 
     def write(self, data: Any, /) -> int:
         try:
