@@ -168,8 +168,8 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     """
     model, inputs, notes = _load_trusted(path, options) if options.trust else _load_untrusted(path, options)
     functions, info = functions_of(), GIVEN
-    auto_map, kind = read_raw_config(path).get("auto_map") or {}, type(model)
-    if kind.__module__.startswith("transformers.") and any(name.startswith("AutoModel") for name in auto_map):
+    kind = type(model)
+    if kind.__module__.startswith("transformers.") and _own_code(read_raw_config(path)):
         notes += (
             f"this is {kind.__name__} of Transformers, not the code that auto_map in config.json names",
         )
@@ -289,12 +289,18 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     return model, inputs, notes
 
 
+def _own_code(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the auto classes that load the directory's own code, each with the name of its class there."""
+    auto_map = table.get("auto_map")
+    entries = auto_map.items() if isinstance(auto_map, dict) else ()
+    return {name: code for name, code in entries if name.startswith("AutoModel")}
+
+
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
     """Return the auto class that loads the directory's own code; ``None`` if it has none."""
-    auto_map = table.get("auto_map") or {}
+    own = {name: code for name, code in _own_code(table).items() if hasattr(transformers, name)}
     classes = table.get("architectures") or [""]
-    loaders = [name for name in auto_map if name.startswith("AutoModel") and hasattr(transformers, name)]
-    loaders.sort(key=lambda name: not str(auto_map[name]).endswith(f".{classes[0]}"))
+    loaders = sorted(own, key=lambda name: not str(own[name]).endswith(f".{classes[0]}"))
     return getattr(transformers, loaders[0]) if loaders else None
 
 

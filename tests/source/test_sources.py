@@ -196,6 +196,7 @@ def test_code_of_a_directory_is_audited_if_trusted_and_else_told(tmp_path: Path)
     told = "this is BertModel of Transformers, not the code that auto_map in config.json names"
     for names, notes in (
         ({"AutoTokenizer": ["own.Tokens", None]}, ()),
+        ([1], ()),
         ({"AutoModel": "own.BertModel"}, (told,)),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": names}))
