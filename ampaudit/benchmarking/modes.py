@@ -128,12 +128,13 @@ def _eager(
     scaler: GradScaler | None = None,
 ) -> ModeRunner:
     """Build a mode that runs the model's own code, in a context or with its weights in another dtype."""
-    source, device = setup.source, setup.device
-    model = (
-        model_with_loss(source, device) if setup.train else structural_copy(source.model).to(device).eval()
-    )
+    if setup.train:
+        model = model_with_loss(setup.source, setup.device)
+    else:
+        model = structural_copy(setup.source.model).eval()
     if dtype is not None:
         getattr(model, _CASTS[dtype])()
+    model.to(setup.device)  # after the cast, since the device may have no room for it in float32
     if not setup.train:
         return ModeRunner(how, model, context, dtype)
     training = TrainingStep(model, make_optimizer(setup.source, model), scaler, context)
