@@ -224,6 +224,8 @@ def test_clipping_by_accelerate_for_each_batch_of_a_step() -> None:
     clip = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
     assert codes(PARTS.format(each=clip, last="")) == ["AMP810"]
     assert codes(PARTS.format(each="", last=f"{clip}; {clip}")) == ["AMP810"]  # it unscales all optimizers
+    gated = f"if accelerator.sync_gradients: {clip}; {clip}"
+    assert codes(PARTS.format(each="", last=gated)) == ["AMP810"]
     assert codes(PARTS.format(each="", last=clip)) == []
 
 

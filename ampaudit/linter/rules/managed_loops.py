@@ -212,7 +212,7 @@ def _divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistak
 
 @rule("AMP810", ManagedClip)
 def _clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
-    """Check that Accelerate and Fabric clip only where they step, as each call unscales."""
+    """Check that Accelerate and Fabric clip once per step, as each call unscales the gradients."""
     managed = event.managed
     blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
     accumulates = any(calls(item, "accumulate") for block in blocks for item in block.items)
@@ -220,12 +220,13 @@ def _clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[M
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
     is_again = flow.state.get(STAGE, MANAGED, "") is Stage.UNSCALED
     unscales = managed.framework is not None and managed.framework.name in ("Accelerate", "Fabric")
-    if unscales and managed.scales and (is_again or accumulates) and not is_gated:
+    has_optimizer = any(script.usage.optimizer_names for script in flow.linked.scripts)
+    if unscales and managed.scales and has_optimizer and (is_again or (accumulates and not is_gated)):
         yield Mistake(
             event.node,
-            "the gradients are clipped for every batch, but the step runs only for some: each call unscales, "
-            "and with fp16 the second raises",
-            "clip right before the step; with accumulate(), 'if accelerator.sync_gradients:'",
+            "the gradients are clipped more than once before a step: each call unscales, and with fp16 the "
+            "second raises",
+            "clip once, right before the step; with accumulate(), 'if accelerator.sync_gradients:'",
             certainty=managed.scales,
         )
 
