@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import indent
+
 import pytest
 import torch
 
@@ -134,6 +136,12 @@ for x, y in loader:
 def test_a_decorator_is_a_block() -> None:
     assert alarms(DECORATED.format(more="")) == {"AMP852"}
     assert "AMP852" not in alarms(DECORATED.format(more=", cache_enabled=False"))
+
+
+def test_a_function_may_use_the_dtype_that_its_module_chooses() -> None:
+    chosen, loop = DEFAULT_DTYPE.format(chosen="").split("for x", 1)
+    function = "def train(model, loader):\n" + indent(f"for x{loop}", "    ")
+    assert "AMP856" in alarms(chosen + function)
 
 
 def test_the_default_dtype_of_autocast_may_be_set() -> None:

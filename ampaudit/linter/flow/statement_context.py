@@ -21,6 +21,11 @@ def in_same_function(linked: LinkedScript, one: ast.AST, other: ast.AST) -> bool
     return _function_around(linked.script_of(one), one) is _function_around(linked.script_of(other), other)
 
 
+def is_in_scope(linked: LinkedScript, assigned: ast.AST, node: ast.AST) -> bool:
+    """Return whether a variable is in scope at a node: one of a function around it, or of its module."""
+    return _function_around(linked.script_of(assigned), assigned) in linked.script_of(node).around(node)
+
+
 def nodes_around(linked: LinkedScript, node: ast.AST) -> list[ast.AST]:
     """Return the nodes of the function around a node."""
     script = linked.script_of(node)

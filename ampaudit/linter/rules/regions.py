@@ -28,7 +28,7 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.objects import applies_to_device
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import DEVICE
-from ampaudit.linter.flow.statement_context import in_same_function
+from ampaudit.linter.flow.statement_context import is_in_scope
 from ampaudit.linter.flow.syntax import (
     calls,
     dotted_name,
@@ -248,7 +248,7 @@ def _autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) 
         reasons += [
             f"line {value.lineno} chooses one as {name}"
             for name, value in choices
-            if in_same_function(flow.linked, value, call) or "." in name
+            if is_in_scope(flow.linked, value, call) or "." in name
         ]
         if reasons:
             yield Mistake(
