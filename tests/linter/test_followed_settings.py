@@ -128,6 +128,22 @@ def train(model, loader, path, saved=None):
 """
 
 
+ONE_STEP = """
+
+def warm_up(model, optimizer, batch):
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(batch).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_scaler_of_one_step_beside_that_of_a_loop() -> None:
+    assert found(SAVED.format("") + ONE_STEP) == {"AMP820": Severity.WARNING}
+
+
 def test_a_scaler_among_other_keywords_may_be_saved() -> None:
     assert found(SAVED.format("")) == {"AMP820": Severity.WARNING}
     assert found(SAVED.format(", scaler=scaler")) == {}

@@ -168,11 +168,14 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
-    steps, made = of_type(followed.events, ScalerStep), of_type(followed.events, ScalerMade)
-    stepped = {e.scaler for e in steps} & flow.scalers.keys()
-    functions = [(event.node, step.node) for event in made for step in steps if step.loop is None]
-    is_of_one_step = any(in_same_function(flow.linked, *nodes) for nodes in functions)
-    return bool(stepped and made) and not is_of_one_step and not stepped & flow.escaped
+    made = of_type(followed.events, ScalerMade)
+
+    def has_new_scaler(step: ScalerStep) -> bool:
+        return step.loop is None and any(in_same_function(flow.linked, e.node, step.node) for e in made)
+
+    steps = of_type(followed.events, ScalerStep)
+    stepped = {step.scaler for step in steps if not has_new_scaler(step)} & flow.scalers.keys()
+    return bool(stepped and made) and not stepped & flow.escaped
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:
