@@ -77,12 +77,12 @@ def branch_of(flow: Interpreter, loop: ast.AST | None, event: Event) -> Branch:
 
 
 def _truth(flow: Interpreter, condition: ast.AST, side: str) -> tuple[ast.AST | str, str | bool]:
-    """Return a condition on a setting as its name and truth on one side, and any other with the side."""
+    """Return a condition on a setting with its truth on a side, and any other with the side."""
     test = getattr(condition, "test", None)
     flag = condition_of(test) if test is not None else None
     if flag is None or flag[0] in flow.linked.script_of(condition).changing:
         return condition, side
-    return flag[0], side and flag[1] == (side == "body")  # behind a branch that leaves, it is on no side
+    return flag[0], flag[1] == (side == "body")  # behind a branch that leaves, the condition is false
 
 
 def excludes(one: Branch, other: Branch) -> bool:
