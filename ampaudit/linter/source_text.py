@@ -184,15 +184,14 @@ def _is_other_language(cell: dict[str, Any]) -> bool:
 
 def _without_magic(source: list[str]) -> Iterator[str]:
     """Replace magic and shell commands by statements, and their further lines by comments."""
-    continues = False
+    is_command = False
     for number, line in enumerate(source):
         stripped = line.lstrip()
-        is_command = not continues and (stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped) is not None)
-        hidden = (
-            f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}" if is_command else f"#{_MAGIC}{number}"
-        )
-        yield hidden if is_command or continues else line
-        continues = (is_command or continues) and line.endswith("\\")
+        if is_command and source[number - 1].endswith("\\"):
+            yield f"#{_MAGIC}{number}"
+        else:
+            is_command = stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped) is not None
+            yield f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}" if is_command else line
 
 
 def _restore_magic(code: str, source: list[str]) -> str:

@@ -160,7 +160,7 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def _start_tracer(tracer: Any, root: Any, by_torch: Call = layer_tracer.__init__) -> None:
-    """Show the model's code its own modules, where torch has proxies if a module has two names."""
+    """Show the model's code its own modules: torch shows proxies if a module has two names."""
     by_torch(tracer, root)
     tracer.enable_attr_proxy = False
 
