@@ -169,7 +169,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     model, inputs, notes = _load_trusted(path, options) if options.trust else _load_untrusted(path, options)
     functions, info = functions_of(), GIVEN
     kind = type(model)
-    if kind.__module__.startswith("transformers.") and _own_code(read_raw_config(path)):
+    if kind.__module__.startswith("transformers.") and _auto_map(read_raw_config(path)):
         notes += (
             f"this is {kind.__name__} of Transformers, not the code that auto_map in config.json names",
         )
@@ -289,8 +289,8 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     return model, inputs, notes
 
 
-def _own_code(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the auto classes that load the directory's own code, each with the name of its class there."""
+def _auto_map(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the auto classes that load the directory's own code, each with the class that it loads."""
     auto_map = table.get("auto_map")
     entries = auto_map.items() if isinstance(auto_map, dict) else ()
     return {name: code for name, code in entries if name.startswith("AutoModel")}
@@ -298,9 +298,9 @@ def _own_code(table: dict[str, Any]) -> dict[str, Any]:
 
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
     """Return the auto class that loads the directory's own code; ``None`` if it has none."""
-    own = {name: code for name, code in _own_code(table).items() if hasattr(transformers, name)}
-    classes = table.get("architectures") or [""]
-    loaders = sorted(own, key=lambda name: not str(own[name]).endswith(f".{classes[0]}"))
+    auto_map, classes = _auto_map(table), table.get("architectures") or [""]
+    loaders = [name for name in auto_map if hasattr(transformers, name)]
+    loaders.sort(key=lambda name: not str(auto_map[name]).endswith(f".{classes[0]}"))
     return getattr(transformers, loaders[0]) if loaders else None
 
 
