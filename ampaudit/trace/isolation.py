@@ -113,14 +113,16 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
     owners = [*classes, *(module for module in modules if isinstance(module, types.ModuleType))]
     tables = _tables_in(owners)
     before = [(owner, _entries(owner)) for owner in (*owners, *tables, *_tables_in(tables))]
+    values = [value for owner in owners for value in _entries(owner).values()]
+    functions = [v.__func__ if type(v) in (staticmethod, classmethod) else v for v in values]
+    caches = {f: f.cache_info() for f in functions if type(f) is functools._lru_cache_wrapper}
     try:
         yield
     finally:
         for owner, old in before:
             _restore(owner, old)
-        for value in (value for owner in owners for value in _entries(owner).values()):
-            cache = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            if isinstance(cache, functools._lru_cache_wrapper) and _has_fakes(gc.get_referents(cache)):
+        for cache, info in caches.items():
+            if cache.cache_info() != info and _has_fakes(gc.get_referents(cache)):
                 cache.cache_clear()
 
 
