@@ -148,8 +148,8 @@ def _process_state(words: list[str], cwd: Path | None, environment: Mapping[str,
         torch.set_default_dtype(dtype)
         torch.set_rng_state(random)
         for name in set(sys.modules) - modules:  # of the models that were audited
-            module = sys.modules[name]
-            file, *places = getattr(module, "__file__", None), *getattr(module, "__path__", ())
-            place = file or next(iter(places), None)  # a namespace package has no file
-            if place is not None and not place.startswith(_INSTALLED):
+            spec = getattr(sys.modules[name], "__spec__", None)
+            places = getattr(spec, "submodule_search_locations", None) or ()  # a namespace has no origin
+            place = getattr(spec, "origin", None) or next(iter(places), "")
+            if os.path.isabs(place) and not place.startswith(_INSTALLED):
                 del sys.modules[name]
