@@ -54,7 +54,7 @@ from ampaudit.linter.repair import with_safety
 from ampaudit.linter.rules import RULES
 from ampaudit.linter.source_tree import LinkedScript
 
-_MAX_CONDITIONS = 3
+_MAX_CONDITIONS = 2
 
 
 def analyze(

@@ -175,9 +175,9 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
             and not other.grad_modes
             and within[id(other)] == within[id(event)]
             and other.model.key == event.model.key
-            and not excludes(branch_of(flow, None, event), branch_of(flow, None, other))
             # the name of a model from elsewhere may stand for several
             and (other.model.node is not None or other.callee == event.callee)
+            and not excludes(branch_of(flow, None, event), branch_of(flow, None, other))
         ]
         if again and block not in reported:
             reported.add(block)
