@@ -34,7 +34,8 @@ STATEMENTS = {
     "update": "scaler.update()",
     "zero": "optimizer.zero_grad()",
 }
-WITHOUT = {"scaled": "plain", "step": "bare", "unscale": None, "update": None}
+RESCALE = {"rescale": "scaler.update(512.0)"}  # needs no step before it
+WITHOUT = {"scaled": "plain", "step": "bare", "unscale": None, "update": None, "rescale": None}
 HEAD = "import torch\n\n\ndef train(model, optimizer, data, loss_of):\n"
 
 
@@ -43,7 +44,7 @@ def source(names: list[str], *, scaler: bool = True) -> str:
     made = (
         f'    scaler = torch.amp.GradScaler("cpu", init_scale={SCALE}, growth_interval=1)\n' if scaler else ""
     )
-    body = "".join(f"        {STATEMENTS[name]}\n" for name in names) or "        pass\n"
+    body = "".join(f"        {(STATEMENTS | RESCALE)[name]}\n" for name in names) or "        pass\n"
     return f"{HEAD}{made}    for x in data:\n{body}"
 
 
@@ -153,6 +154,21 @@ def test_every_loop_that_is_one_slip_away(right: str) -> None:
 )
 def test_loops_that_went_unseen_once(names: str) -> None:
     assert not same_as_meant(names.split())
+    judged(names.split())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(right.replace("update", "rescale") for right in RIGHT),
+        "zero scaled step rescale zero scaled step update",
+        "zero scaled step update rescale",
+        "zero scaled rescale step update",  # by another scale
+        "rescale zero scaled step update",  # raises: there is no scale yet
+    ],
+)
+def test_a_new_scale_ends_a_step_as_an_update_does(names: str) -> None:
+    assert same_as_meant(names.split()) == ("rescale step" not in names and not names.startswith("rescale"))
     judged(names.split())
 
 

@@ -12,6 +12,7 @@ from ampaudit.linter.flow.values import (
     Autocast,
     ClassInfo,
     DictLiteral,
+    LiteralValue,
     LossFunction,
     LossGradients,
     Managed,
@@ -226,7 +227,14 @@ class ScalerUnscale(ScalerEvent):
 
 @value_class(frozen=True, slots=True)
 class ScalerUpdate(ScalerEvent):
-    """``scaler.update()``."""
+    """``scaler.update()``, or ``scaler.update(new_scale)``, which needs no step before it."""
+
+    new_scale: Value | None
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether it raises if no step or ``unscale_`` has looked for infinities."""
+        return self.new_scale in (None, LiteralValue(None))
 
 
 @value_class(frozen=True, slots=True)

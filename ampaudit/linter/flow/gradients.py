@@ -146,8 +146,8 @@ def scaler_method(
         _step(interpreter, node, scaler, arguments)
     elif name == "unscale_":
         _unscale(interpreter, node, scaler, arguments.get(0, "optimizer"))
-    elif name == "update" and not arguments.all():  # a new scale needs no step before it
-        interpreter.record(ScalerUpdate, node, scaler)
+    elif name == "update":
+        interpreter.record(ScalerUpdate, node, scaler, arguments.get(0, "new_scale"))
         if scaler.enabled is not False:
             _update(interpreter, node, scaler)
     elif name == "state_dict":

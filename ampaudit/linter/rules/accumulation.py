@@ -140,7 +140,7 @@ def _updated_for_each_batch(flow: Interpreter, followed: EntryPointFollowed) -> 
         stepped = {event.scaler for event in of_type(events, ScalerStep)}
         looked = {event.scaler for event in of_type(always, ScalerUnscale)}
         for event in of_type(always, ScalerUpdate):
-            if event.scaler in stepped - looked:
+            if event.needs_step and event.scaler in stepped - looked:
                 yield Mistake(
                     event.node,
                     "update() runs for every batch, but the step only for some: without a step, it raises",

@@ -108,7 +108,7 @@ def _needless_update(flow: Interpreter, event: ScalerUpdate) -> Iterator[Mistake
     if event.value.enabled is False or stages - {Stage.UNSCALED}:
         return
     unused = state.get(UNUSED, event.scaler) is True
-    is_own = life.scaler == event.scaler and not stages
+    is_own = life.scaler == event.scaler and not stages and event.needs_step
     for met in (life.phase if is_own else None, _BEFORE_USE if unused else None):
         if (ScalerUpdate, met) in _MISPLACED:
             yield Mistake(event.node, *_MISPLACED[ScalerUpdate, met])
