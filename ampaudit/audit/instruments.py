@@ -19,9 +19,9 @@ from ampaudit.source import ModelSource
 class Measuring(Protocol):
     """The measuring half of an instrument."""
 
-    # type of the part, if any, that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts are sent
-    # between processes as JSON; their method ``joined`` adds the part of later batches
-    part: ClassVar[type | None] = None
+    # type of the part that a ``Recorder`` adds to ``RunRecord.parts`` for each batch, or ``None``. Parts are
+    # sent between processes as JSON; their method ``joined`` adds the part of later batches
+    part: ClassVar[type | None]
     checks: ClassVar[Sequence[Check]] = ()  # checks of the measurements
 
     def prepared(self, source: ModelSource, options: Any) -> ModelSource:

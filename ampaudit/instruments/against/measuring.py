@@ -17,6 +17,7 @@ from ampaudit.source import ModelSource
 
 
 class _Measuring(Measuring):
+    part = None
     checks = CHECKS
 
     def configured(self, run_config: RunConfig, source: ModelSource, options: Any) -> RunConfig:

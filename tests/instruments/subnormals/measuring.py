@@ -66,8 +66,8 @@ class _Recorder(Recorder):
 class _Measuring(Measuring):
     part = SubnormalsPart
 
-    def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
-        return replace(plan, recorders=(*plan.recorders, _Recorder))
+    def configured(self, run_config: RunConfig, source: ModelSource, options: Any) -> RunConfig:
+        return replace(run_config, recorders=(*run_config.recorders, _Recorder))
 
     def section(self, audit: Audit, number_format: NumberFormat) -> Subnormals:
         return Subnormals(dict(sorted(audit.record.parts[INSTRUMENT.name].layers.items())))
