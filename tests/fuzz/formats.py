@@ -15,6 +15,7 @@ from ampaudit.ci.config import read_config
 from ampaudit.ci.judge import judge as judge_report
 from ampaudit.ci.judge import measured_in
 from ampaudit.cli.program import main
+from ampaudit.render.render import OUTPUT_FORMATS
 from ampaudit.report.check import Budgets
 from ampaudit.source.inputs import recorded_calls
 from tests.fuzz import honest
@@ -116,7 +117,6 @@ _TOML = (
     ),
 )
 _JSON = one_of((8, as_json), (1, as_bytes))
-_OUTPUTS = ("text", "json", "html", "markdown", "sarif", "junit", "github", "csv")
 
 FORMATS = {
     made.name: made
@@ -189,7 +189,7 @@ FORMATS = {
             honest.reports,
             folder({"*": _JSON}),
             (
-                *(command("report", "report.json", "--format", form) for form in _OUTPUTS),
+                *(command("report", "report.json", "--format", form) for form in OUTPUT_FORMATS),
                 command("report", "report.json", "-v"),
                 command("diff", "report.json", "report.json"),
             ),

@@ -219,5 +219,5 @@ def test_a_finding_of_a_later_version_can_be_shown() -> None:
     report = saved_report()
     unknown = replace(report, findings=(replace(report.findings[0], code="AMP899"),))
     for form in (*TOLD, *TABLES, "html", "json"):
-        assert "AMP899" in as_file(unknown, form)
+        assert "AMP899" in as_file(unknown, form), f"{form} must show the code of each finding"
     assert "AMP899 overflow" in as_text(lambda console: console.print(for_terminal(unknown)), 100)

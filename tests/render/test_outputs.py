@@ -46,7 +46,7 @@ from tests.support.paths import DATA, ROOT
 from tests.support.saved import HOSTILE, NAMES, named, sample, saved, saved_report, text_of
 
 WITH_FINDINGS = tuple(name for name in NAMES if name not in ("plan", "bench"))
-MACHINES = ("json", "html", "markdown", "sarif", "junit", "github", "csv")
+MACHINES = tuple(form for form in OUTPUT_FORMATS if form != "text")
 
 
 @cache

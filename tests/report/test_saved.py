@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.findings.finding import Severity
-from ampaudit.render.render import as_file
+from ampaudit.render.render import OUTPUT_FORMATS, as_file
 from ampaudit.report.compare import diff
 from ampaudit.report.conversion import Verification
 from ampaudit.report.difference import Difference
@@ -338,7 +338,7 @@ def test_only_scans_are_compared(name: str) -> None:
 # the commands
 
 
-@pytest.mark.parametrize("form", ["text", "json", "html", "markdown", "sarif", "junit", "github", "csv"])
+@pytest.mark.parametrize("form", OUTPUT_FORMATS)
 def test_every_format_from_the_command_line(cli: Cli, form: str) -> None:
     done = cli("report", PLACE / "overflow.json", "--format", form)
     assert done.returncode == 0
@@ -421,7 +421,7 @@ def test_neither_command_needs_torch() -> None:
         "import atexit\natexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\nrun()\n"
     )
     path = str(PLACE / "overflow.json")
-    for form in ("text", "html", "sarif", "markdown", "csv", "junit", "github", "json"):
+    for form in OUTPUT_FORMATS:
         arguments = f"'report', {path!r}, '--format', {form!r}"
         done = subprocess.run(
             [sys.executable, "-c", code.format(arguments)], capture_output=True, text=True, check=True
