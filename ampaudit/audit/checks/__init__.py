@@ -1,7 +1,7 @@
 """Checks turn the record of a run into findings; each code has one check or cause, and one page.
 
-A check is ``Check(code, find)`` in the ``CHECKS`` of its module; a cause, ``Cause(code, applies, advice)``,
-names the reason for an origin (``causes.py``). Kind and severity stand on the page
+A check is ``Check(code, find)`` in the ``CHECKS`` of its module; a cause, a function with
+``@cause(code, advice)``, names the reason for an origin (``causes.py``). Kind and severity stand on the page
 (``ampaudit.findings.pages``).
 """
 
