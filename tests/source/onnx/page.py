@@ -37,7 +37,7 @@ has an attribute that torch's op lacks.
 ## Through ONNX Runtime
 
 Each is one op in float32, which the report counts as not audited inside, and needs
-`pip install 'ampaudit[onnx]'`. Operators of other domains also run this way if ONNX Runtime has them.
+`pip install '.[onnx]'` in a clone. Operators of other domains also run this way if ONNX Runtime has them.
 
 {runtime}.
 
