@@ -47,11 +47,13 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
         stored = _stored_dtypes(converted)
     else:
         _cast_masters(graph, converted, nodes)
-    weights = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
-    for name, dtype in stored.items():
-        if nodes[name].meta["val"].dtype != dtype:  # otherwise, the trace depends on this dtype
-            casts = casts_of(weights[name], traced.site_of_node) or []
-            _fold(graph, nodes[name], [nodes[cast.name] for cast in casts], dtype)
+    for weight in traced.graph.find_nodes(op="placeholder"):
+        dtype = stored.get(weight.name)
+        if (
+            dtype is not None and dtype != weight.meta["val"].dtype
+        ):  # otherwise, the trace depends on this dtype
+            casts = casts_of(weight, traced.site_of_node) or []
+            _fold(graph, copies[weight], [copies[cast] for cast in casts], dtype)
     graph.lint()
     placeholders = tuple(
         p if p.slot is Slot.INPUT else replace(p, dtype=stored.get(p.node, traced.tensors[p.node].dtype))
@@ -93,12 +95,12 @@ def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
 def _fold(graph: fx.Graph, weight: fx.Node, casts: Sequence[fx.Node], dtype: torch.dtype) -> None:
     """Remove the casts of a stored weight and of its views from a graph."""
     for cast in casts:
-        (source,) = cast.all_input_nodes
+        source = cast.all_input_nodes[0]
         cast.replace_all_uses_with(source)
         graph.erase_node(cast)
         while source is not weight:
             source.meta = {**source.meta, "val": source.meta["val"].to(dtype)}
-            (source,) = source.all_input_nodes
+            source = source.all_input_nodes[0]  # the others are sizes
     weight.meta = {**weight.meta, "val": weight.meta["val"].to(dtype)}
 
 

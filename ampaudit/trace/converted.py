@@ -219,10 +219,13 @@ def casts_of(node: fx.Node, sites: Mapping[str, Site]) -> list[fx.Node] | None:
     casts: list[fx.Node] = []
     for user in node.users:
         role = sites[user.name].role if user.name in sites else None
-        inner = casts_of(user, sites) if role is Role.VIEW else [user]
-        if inner is None or role is None or (role is not Role.VIEW and not role.converts):
-            return None
-        if any(_writes(reader) for cast in inner for reader in cast.users):
+        is_value = user.all_input_nodes[0] is node  # and not only the shape or the dtype of another tensor
+        inner = None
+        if is_value and role is Role.VIEW:
+            inner = casts_of(user, sites)
+        elif is_value and role is not None and role.converts and not any(map(_writes, user.users)):
+            inner = [user]
+        if inner is None:
             return None
         casts += inner
     return casts

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ampaudit
@@ -67,6 +68,28 @@ def test_every_size_gives_what_its_own_conversion_gives(
         found = program(**batch(*sizes))
         assert found.keys() == expected.keys() == {"hidden", "mean"}
         assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Positions(nn.Module):
+    """Reads as many rows of a weight as the input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table[: x.shape[1]].T
+
+
+def test_a_weight_of_which_a_part_is_read_is_stored_in_16_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, x = Positions().eval(), torch.randn(2, 5, 16)
+    ampaudit.convert(module, x, tmp_path / "out", policy="torch-cuda", dynamic=("x=rows,length,_",))
+    assert load_file(tmp_path / "out" / "model.safetensors")["table"].dtype is torch.float16
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    for length in (3, 9):
+        x = torch.randn(2, length, 16)
+        assert torch.equal(program(x), x.half() @ module.table[:length].half().T)
 
 
 def test_onnx_runtime_takes_other_lengths(tmp_path: Path) -> None:

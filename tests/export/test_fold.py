@@ -97,6 +97,33 @@ def test_a_weight_that_products_read_through_views_is_stored_in_16_bits() -> Non
         assert all(torch.equal(value, cast[name]) for name, value in folded.items())
 
 
+class Reference(nn.Module):
+    """A weight that only gives its shape, its dtype or its device to the input."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.other, self.product = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        like: torch.Tensor = getattr(x, self.method)(self.other)
+        return like @ self.product
+
+
+@pytest.mark.parametrize("method", ["view_as", "expand_as", "reshape_as", "to", "type_as"])
+def test_casts_of_what_is_made_like_a_weight_are_none_of_it(method: str) -> None:
+    inputs = {"x": torch.randn(8, 8)}
+    made = traced(Reference(method), inputs, "torch-cuda", "bfloat16")
+    deployed = fold_casts(attach_weights(made), "inference")
+    assert {p.name: p.dtype for p in deployed.placeholders} == {
+        "other": torch.float32,
+        "product": torch.bfloat16,
+        "x": torch.float32,
+    }
+    folded, cast = (outputs(made, inputs, mode) for mode in ("inference", "train"))
+    assert all(torch.equal(value, cast[name]) for name, value in folded.items())
+
+
 class Counted(nn.Module):
     """A float weight that the author uses as whole numbers."""
 
