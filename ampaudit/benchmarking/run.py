@@ -322,7 +322,8 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...] | None) -> BenchRow
     if row.status != "ok":
         return row
     finite = all(bool(t.isfinite().all()) for t in run.output)
-    sqnr_db, problem = _accuracy(exact, run.output) if finite else (None, "")
+    is_reference = run.output is exact
+    sqnr_db, problem = _accuracy(exact, run.output) if finite and not is_reference else (None, "")
     return replace(
         row,
         seconds=statistics.median(run.seconds),

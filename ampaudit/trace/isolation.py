@@ -111,9 +111,10 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
     packages = {base.__module__.partition(".")[0] for base in classes} - {"torch", "builtins"}
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
     owners = [*classes, *(module for module in modules if isinstance(module, types.ModuleType))]
-    tables = _tables_in(owners)
-    before = [(owner, _entries(owner)) for owner in (*owners, *tables, *_tables_in(tables))]
-    values = [value for owner in owners for value in _entries(owner).values()]
+    variables = [(owner, _entries(owner)) for owner in owners]
+    tables = _tables_in(variables)
+    before = [*variables, *tables, *_tables_in(tables)]
+    values = [value for _, entries in variables for value in entries.values()]
     functions = [v.__func__ if type(v) in (staticmethod, classmethod) else v for v in values]
     caches = {f: f.cache_info() for f in functions if type(f) is functools._lru_cache_wrapper}
     try:
@@ -126,10 +127,10 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
 
 
-def _tables_in(owners: Iterable[Any]) -> list[Any]:
-    """Return the dicts and lists that are entries of other objects, without large ones, which are data."""
-    values = {id(value): value for owner in owners for value in _entries(owner).values()}
-    return [v for v in values.values() if type(v) in _TABLES and len(v) <= _LARGEST_CACHE]
+def _tables_in(owners: Iterable[tuple[Any, dict[Any, Any]]]) -> list[tuple[Any, dict[Any, Any]]]:
+    """Return the dicts and lists among the entries of others, with theirs; large ones are data."""
+    values = {id(value): value for _, entries in owners for value in entries.values()}
+    return [(v, _entries(v)) for v in values.values() if type(v) in _TABLES and len(v) <= _LARGEST_CACHE]
 
 
 def _entries(owner: Any) -> dict[Any, Any]:
@@ -148,9 +149,10 @@ def _restore(owner: Any, old: Mapping[Any, Any]) -> None:
         return
     remove, store = (delitem, setitem) if isinstance(owner, dict) else (delattr, setattr)
     for key in fakes:
-        remove(owner, key)
         if key in old:
             store(owner, key, old[key])
+        else:
+            remove(owner, key)
 
 
 def _has_fakes(value: Any, depth: int = 4) -> bool:

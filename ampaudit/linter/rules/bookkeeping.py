@@ -168,14 +168,14 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
-    made = of_type(followed.events, ScalerMade)
+    creations = of_type(followed.events, ScalerMade)
 
     def has_new_scaler(step: ScalerStep) -> bool:
-        return step.loop is None and any(in_same_function(flow.linked, e.node, step.node) for e in made)
+        return step.loop is None and any(in_same_function(flow.linked, e.node, step.node) for e in creations)
 
     steps = of_type(followed.events, ScalerStep)
     stepped = {step.scaler for step in steps if not has_new_scaler(step)} & flow.scalers.keys()
-    return bool(stepped and made) and not stepped & flow.escaped
+    return bool(stepped and creations) and not stepped & flow.escaped
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:
