@@ -61,5 +61,5 @@ def _local_location(location: str) -> str:
         return location
     raise InputError(
         f"the parts are of {describe(location)}, which is not below the current directory",
-        hint=f"if that is the model to load, add --model {describe(location)}",
+        hint=f"if that is the model to load, add --model {describe(location) if path.exists() else 'PATH'}",
     )

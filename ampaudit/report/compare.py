@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -35,15 +35,20 @@ def differences(old: Document, new: Document, config: DiffConfig) -> Differences
     """
     before, after = _by_policy(old), _by_policy(new)
     if len(before) == len(after) == 1:  # the policy itself may be what was changed
-        pairs = [(next(iter(before.values())), next(iter(after.values())))]
-    else:
-        pairs = [(before[name], report) for name, report in after.items() if name in before]
-    if not pairs:
+        before = dict.fromkeys(after, *before.values())
+    if not before.keys() & after.keys():
         names = f"{', '.join(before)} and {', '.join(after)}"
         raise InputError(
             f"the two files have no policy in common: {names}", hint="scan under the same policy"
         )
-    return Differences(1, config.bits, config.decibels, tuple(_difference(*pair, config) for pair in pairs))
+    unpaired = [
+        f"policy {escape_control(name)} is only in the {file} file"
+        for file, names, others in (("old", before, after), ("new", after, before))
+        for name in names
+        if name not in others
+    ]
+    pairs = [_difference(before[name], after[name], unpaired, config) for name in after if name in before]
+    return Differences(1, config.bits, config.decibels, tuple(pairs))
 
 
 def _by_policy(document: Document) -> dict[str, Report]:
@@ -56,7 +61,7 @@ def _by_policy(document: Document) -> dict[str, Report]:
     )
 
 
-def _difference(old: Report, new: Report, config: DiffConfig) -> Difference:
+def _difference(old: Report, new: Report, notes: Sequence[str], config: DiffConfig) -> Difference:
     before = {site.site: site for site in old.sites}
     after = {site.site: site for site in new.sites}
     both = [(before[name], site) for name, site in after.items() if name in before]
@@ -81,7 +86,7 @@ def _difference(old: Report, new: Report, config: DiffConfig) -> Difference:
         same=sum(not site_changes for site_changes in by_site),
         added=tuple(name for name in after if name not in before),
         removed=tuple(name for name in before if name not in after),
-        notes=tuple(_notes(old, new)),
+        notes=(*_notes(old, new), *notes),
     )
 
 

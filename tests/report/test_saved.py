@@ -327,6 +327,12 @@ def test_several_policies_are_matched_by_name() -> None:
     assert found.exit_code == 0
     with pytest.raises(InputError, match="no policy in common"):
         diff(policies, replace(policies.reports[0], run=replace(policies.reports[0].run, policy="mine")))
+    one, *others = policies.reports
+    notes = diff(policies, Comparison(tuple(others))).pairs[-1].notes
+    assert notes == (f"policy {one.run.policy} is only in the old file",)
+    assert only(one, replace(one, run=replace(one.run, policy="mine"))).notes == (
+        f"policy was {one.run.policy}, is mine",
+    )
 
 
 @pytest.mark.parametrize("name", ["training", "check", "plan"])
