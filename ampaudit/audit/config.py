@@ -150,7 +150,7 @@ class PlanConfig(PolicyConfig):
     memory: Annotated[
         str,
         Option(
-            "Memory limit, for which the model is cut into segments that run one after another.",
+            "Memory limit: cut the model into segments that fit and run one after another.",
             metavar="SIZE",
         ),
     ] = ""

@@ -13,7 +13,7 @@ from ampaudit.cli.output import print_result
 @format_option()
 @debug_option
 def devices_command(name: str | None, form: str, debug: bool) -> None:
-    """Show this machine and what each generation of accelerators supports; or one device, by NAME."""
+    """Show what this machine and each generation of accelerators support, or one device by NAME."""
     from rich.console import Group
     from rich.text import Text
 

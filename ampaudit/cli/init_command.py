@@ -36,9 +36,9 @@ def example_inputs():
 @force_option
 @debug_option
 def init_command(directory: Path, output: Path | None, *, force: bool, debug: bool) -> None:
-    """Write a model file for the project in DIRECTORY, which is read and not run.
+    """Write a model file for the project in DIRECTORY, without running its code.
 
-    The file makes the model and random inputs as the project does, as far as its code says how. Adapt it,
+    The file makes the model as the project does, and random inputs, as far as the code shows how. Adapt it,
     then run 'ampaudit scan' on it.
     """
     from ampaudit.cli.project_models import models_of

@@ -18,7 +18,7 @@ from ampaudit.report.compare import DiffConfig, differences
 def report_command(file: Path, **options: Any) -> None:
     """Show the JSON report in FILE, or the one of a converted directory, in any format.
 
-    No model is run, and no code in FILE is. The exit code is 0 whatever the report says.
+    No model and no code in FILE is run. The exit code is 0 whatever the report says.
     """
     from ampaudit.report.documents import read_document
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # names without `test_`, separated by spaces
 _BY_REASON = {
-    "no function, and ONNX Runtime has none, or not of this version": """
+    "neither a function nor, for this version, a kernel of ONNX Runtime": """
         adagrad adagrad_multiple adam adam_multiple image_decoder_decode_jpeg_rgb
         image_decoder_decode_jpeg_grayscale image_decoder_decode_jpeg_bgr
         image_decoder_decode_jpeg2k_rgb image_decoder_decode_bmp_rgb image_decoder_decode_png_rgb
@@ -44,7 +44,7 @@ _BY_REASON = {
         bernoulli_seed_expanded training_dropout_default training_dropout_default_mask
         training_dropout training_dropout_mask
     """,
-    "torch has no type for these few bits": """
+    "torch has no type with so few bits": """
         cast_FLOAT_to_UINT4 cast_FLOAT16_to_UINT4 cast_FLOAT_to_INT4 cast_FLOAT16_to_INT4
         cast_FLOAT4E2M1_to_FLOAT cast_FLOAT4E2M1_to_FLOAT16 cast_FLOAT_to_FLOAT4E2M1
         cast_FLOAT16_to_FLOAT4E2M1 cast_FLOAT_to_UINT2 cast_FLOAT16_to_UINT2 cast_FLOAT_to_INT2
@@ -63,14 +63,14 @@ _BY_REASON = {
         quantizelinear_uint4 quantizelinear_int4 quantizelinear_uint2 quantizelinear_int2
         quantizelinear_float4e2m1
     """,
-    "torch rounds what is just above the range of float8_e4m3fn to its end": """
+    "torch rounds values just above the range of float8_e4m3fn to its largest number": """
         cast_no_saturate_FLOAT_to_FLOAT8E4M3FN cast_no_saturate_FLOAT16_to_FLOAT8E4M3FN
         castlike_no_saturate_FLOAT_to_FLOAT8E4M3FN
         castlike_no_saturate_FLOAT_to_FLOAT8E4M3FN_expanded
         castlike_no_saturate_FLOAT16_to_FLOAT8E4M3FN
         castlike_no_saturate_FLOAT16_to_FLOAT8E4M3FN_expanded
     """,
-    "torch picks any of equal elements": """
+    "torch may choose another of several equal elements": """
         top_k_same_values top_k_same_values_largest top_k_same_values_2d
     """,
     "the expected values are rounding errors around 0": """

@@ -8,8 +8,8 @@ from tests.targets.cases import CASES, Case
 _HEAD = """\
 # What you can scan
 
-What `ampaudit scan` says about each kind of target. `tests/targets/` has all of them and checks the
-rows.
+What `ampaudit scan` prints for each kind of target. `tests/targets/` contains all of them and checks
+the rows.
 
 ## What is audited
 """
@@ -19,7 +19,7 @@ _REFUSED = """
 The third column quotes the message or its `next:` line.
 """
 _TABLE = """
-| you have | options | `ampaudit scan` says | exit code |
+| you have | options | `ampaudit scan` prints | exit code |
 |---|---|---|--:|
 """
 

@@ -16,10 +16,12 @@ _REFUSED = {"ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer"
 _TEXT = """\
 # ONNX operators
 
-How `ampaudit` computes the {count} operators of `ai.onnx`. If torch has an op for a node, the node is one
-site under its own name. `python -m tests.source.onnx.page` writes this page.
+How `ampaudit` computes the {count} operators of `ai.onnx`. `python -m tests.source.onnx.page` writes this
+page.
 
 ## As ops of torch
+
+A node of these is one site under its own name.
 
 {ours}.
 
@@ -27,7 +29,7 @@ Of `com.microsoft`: {contrib}.
 
 `If`, `Loop` and `Scan` run along the path that the inputs take. Tensors of text are refused.
 
-## By the function that the standard gives
+## As the function that the standard defines
 
 All ops of the function are sites under the node's name. An operator above is also computed this way if it
 has an attribute that torch's op lacks.
@@ -36,16 +38,17 @@ has an attribute that torch's op lacks.
 
 ## Through ONNX Runtime
 
-Each is one op in float32, which the report counts as not audited inside, and needs
-`pip install '.[onnx]'` in a clone. Operators of other domains also run this way if ONNX Runtime has them.
+Each is one op in float32, which the report counts as not audited inside. They need the extra `onnx`
+(`pip install '.[onnx]'` in a clone). Operators of other domains also run this way if ONNX Runtime has
+them.
 
 {runtime}.
 
-## Not at all
+## Not supported
 
 {refused}.
 
-## What the tests of the `onnx` package say
+## Results of the node tests of the `onnx` package
 
 `tests/source/onnx/test_backend_nodes.py` runs the {tests:,} node tests of the package, with their own
 tolerances.
@@ -54,7 +57,7 @@ tolerances.
 |---|--:|--:|
 | all | {passed:,} | {tests:,} |
 | with floating-point numbers that torch has | {floats_passed:,} | {floats:,} |
-| of these, those of operators that do not need ONNX Runtime | {supported_passed:,} | {supported:,} |
+| of these, with operators that do not need ONNX Runtime | {supported_passed:,} | {supported:,} |
 
 The others fail for these reasons:
 
