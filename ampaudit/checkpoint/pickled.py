@@ -58,7 +58,7 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
             if isinstance(value, Pairs) and isinstance(inner := value.get(wrapper), Pairs):
                 value = inner
         if not isinstance(value, Pairs):
-            raise RefusedPickle("it holds no state_dict", _STATE_DICT_ONLY)
+            raise RefusedPickle("it does not contain a state_dict", _STATE_DICT_ONLY)
         if not all(type(name) is str for name, _ in value.pairs):
             raise RefusedPickle("a name of a tensor is not text", _STATE_DICT_ONLY)
         tensors = {name: storages.tensor(record, name) for name, record in dict(value.pairs).items()}

@@ -198,7 +198,7 @@ def _model_in(archive: Archive) -> str:
         folder = str(PurePosixPath(member).parent)
         if member not in _READ and folder not in _FOLDERS and not member.startswith(_EXTRA):
             raise SourceError(
-                f"{describe_path(archive.path)}: holds {describe(member)!r}, which is no part of a program",
+                f"{describe_path(archive.path)}: holds {describe(member)!r}, which is not part of a program",
                 hint=_TRUST,
             )
     names = [
@@ -303,7 +303,7 @@ def _spec(spec: _Spec, output: bool) -> pytree.TreeSpec:
             return pytree.TreeSpec(_MAPPINGS.get(kind, dict), keys, children)
         if kind not in _MAPPINGS:
             return pytree.TreeSpec(tuple, None, children)
-        raise ValueError("a dict has not as many keys as values")
+        raise ValueError("a dict does not have as many keys as values")
     raise ValueError(f"it takes an object of the class {describe(kind)!r}")
 
 

@@ -329,7 +329,7 @@ class Rebuilder:
                 place, f"is the tensor {describe(view.tensor)!r}, which is not in the file beside it"
             )
         if not isinstance(dtype, torch.dtype) or len(view.stride) != len(view.shape):
-            raise self._error(place, f"is no tensor of {describe(view.dtype)}")
+            raise self._error(place, f"is not a tensor of {describe(view.dtype)}")
         raw = stored.reshape(-1).view(torch.uint8)
         flat = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         why = misfit(view.shape, view.stride, view.offset, flat.numel(), _MAX_ELEMENTS)

@@ -235,7 +235,7 @@ def not_a_model(location: str) -> SourceError:
         return SourceError(f"no such file or directory: {name}", hint=hint)
     if path.suffix.lower() in PICKLED and (needed := _needed_code(path)):
         hint = "if you trust it, scan a Python file whose get_model() loads it with weights_only=False"
-        return SourceError(f"{name} is no plain state_dict: {needed}", hint=hint)
+        return SourceError(f"{name} is not a plain state_dict: {needed}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():
         if path.suffix.lower() in suffixes:
             hint = next_step.format(path=shell_quoted(describe_path(path)))

@@ -105,7 +105,7 @@ def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     if event.path.startswith("torch.fft.") and is_known and event.autocast.device != "cpu":
         # cuFFT takes no bfloat16, and float16 only in sizes that are powers of 2
         is_bfloat16 = first.cast == "bfloat16"
-        refused = "any bfloat16 input" if is_bfloat16 else "a size that is no power of two in float16"
+        refused = "any bfloat16 input" if is_bfloat16 else "a size that is not a power of two in float16"
         yield Mistake(
             event.node,
             f"{event.path} refuses {refused}, and its input is {first.cast} under autocast, which does not "

@@ -180,7 +180,7 @@ class OnnxFile:
             path = (folder / location).resolve()
             exists = path.is_file()
         except (OSError, ValueError, RuntimeError):
-            raise self._fault(f"{what} is in {describe(location)}, which is no path") from None
+            raise self._fault(f"{what} is in {describe(location)}, which is not a path") from None
         if path == folder or not path.is_relative_to(folder):
             raise self._fault(
                 f"{what} is outside its directory: {describe(location) or 'no file is named'}",

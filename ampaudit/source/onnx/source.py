@@ -196,7 +196,7 @@ def is_sum(size: str, axes: Collection[str]) -> bool:
 
 def _random_tensor(spec: GraphInput, axis_sizes: Mapping[str, int]) -> torch.Tensor:
     if spec.dtype is None or spec.sizes is None:
-        what = "is no tensor" if spec.dtype is None else "has no sizes"
+        what = "is not a tensor" if spec.dtype is None else "has no sizes"
         raise InputError(f"the input {describe(spec.name)!r} {what}", hint=_OWN)
     shape, elements = [size_of(size, axis_sizes) for size in spec.sizes], 1
     for size in shape:

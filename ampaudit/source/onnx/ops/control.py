@@ -80,7 +80,7 @@ def _no_rows(output: Any) -> Tensor:
 
 def _list(call: NodeCall, value: Operand) -> list[Any]:
     if not isinstance(value, list):
-        raise Unsupported("an input is no sequence")
+        raise Unsupported("an input is not a sequence")
     return value
 
 
