@@ -19,9 +19,8 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
 from ampaudit.linter.flow.script import Script, ScriptTooLong, is_worth_reading, read_script
-from ampaudit.linter.flow.syntax import imported_modules, imported_names, join_names
+from ampaudit.linter.flow.syntax import imported_modules
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
-from ampaudit.linter.flow.values import ClassInfo
 from ampaudit.linter.source_text import Unreadable, decode
 
 _MAX_FILES: Final = 12  # that are followed from one script
@@ -199,27 +198,6 @@ class LinkedScript:
                 path = str(self.tree.paths[number - 1]) if self.tree.is_linted(number) else ""
                 self._visit(target, path, visited)
                 self.imported[number] = target
-        for info in script.classes.values():
-            if info.base is None:
-                bases = (self._class_named(script, name) for name in info.bases)
-                info.base = next(
-                    (base for base in bases if base is not None and info not in base.ancestry), None
-                )
-
-    def _class_named(self, script: Script, name: str, depth: int = 0) -> ClassInfo | None:
-        """Return the class that a dotted name means, also through files that pass it on."""
-        if name in script.classes or depth > _MAX_FILES:
-            return script.classes.get(name)
-        imports = imported_names(script.tree)
-        paths = {bound: join_names(module, original) for bound, module, original in imports}
-        head, dot, rest = name.partition(".")
-        if not dot and head not in paths:
-            return None
-        module, _, name = (paths.get(head, head) + dot + rest).rpartition(".")
-        module = module if module.strip(".") else f"{module}."  # the dots of a relative import are its module
-        # a package mostly passes on what a module in it defines
-        target = self.module(script, module) or self.module(script, module.partition(".")[0])
-        return None if target is None else self._class_named(target, name, depth + 1)
 
     @property
     def scripts(self) -> tuple[Script, ...]:

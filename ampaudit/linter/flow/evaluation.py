@@ -320,6 +320,9 @@ def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctio
 def _class(interpreter: Interpreter, node: ast.ClassDef) -> None:
     info = interpreter.point.script.classes.get(node.name)
     if info is not None:
+        values = map(interpreter.evaluate, node.bases if info.base is None else ())
+        bases = (value.info for value in values if isinstance(value, Class))
+        info.base = next((base for base in bases if info not in base.ancestry), info.base)
         interpreter.state.bind(interpreter.point.frame, node.name, Class(info))
 
 

@@ -364,9 +364,12 @@ class Interpreter:
 
     def member(self, module: str, name: str) -> Value:
         """Return a member of a module: its value, if the module is a file that is followed."""
-        script, path = self.linked.module(self.point.script, module), join_names(module, name)
-        value = None
-        if script is not None and self.linked.module(self.point.script, path) is None:
+        importer, path, value = self.point.script, join_names(module, name), None
+        # a package mostly passes on what a module in it defines
+        script = self.linked.module(importer, module) or self.linked.module(
+            importer, module.partition(".")[0]
+        )
+        if script is not None and self.linked.module(importer, path) is None:
             value = self.state.value(-script.number, name) or self._definition(script, name)
         return ImportedName(canonical_name(path)) if value is None or value is UNKNOWN else value
 

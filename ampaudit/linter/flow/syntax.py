@@ -171,27 +171,17 @@ def parameter_defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
     return defaults | {argument.arg: default for argument, default in by_keyword if default is not None}
 
 
-def imported_names(tree: ast.Module) -> list[tuple[str, str, str]]:
-    """Return each name that a script imports at module level, its module, and its name there.
-
-    The module is empty for what is a module itself.
-    """
-    names: list[tuple[str, str, str]] = []
+def imported_modules(tree: ast.Module) -> list[str]:
+    """Return the dotted names of the modules that a script may import at module level, as in ``.utils``."""
+    modules: dict[str, None] = {}
     pending: list[ast.stmt] = list(tree.body)
     for node in pending:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = module_of(node) if isinstance(node, ast.ImportFrom) else ""
-            names += [(alias.asname or alias.name, module, alias.name) for alias in node.names]
+            names = (join_names(module, alias.name) for alias in node.names)
+            modules |= dict.fromkeys(filter(None, (module, *names)))
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             pending += [inner for block in nested_blocks(node) for inner in block]
-    return names
-
-
-def imported_modules(tree: ast.Module) -> list[str]:
-    """Return the dotted names of what a script imports that may be modules, as in ``.utils``."""
-    modules: dict[str, None] = {}
-    for _, module, name in imported_names(tree):
-        modules |= dict.fromkeys(filter(None, (module, join_names(module, name))))
     return list(modules)
 
 
