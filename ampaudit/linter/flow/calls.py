@@ -60,7 +60,6 @@ from ampaudit.linter.flow.values import (
     UNSCALED_TENSOR,
     Arguments,
     Autocast,
-    BoundMethod,
     Class,
     ContextManager,
     DeviceValue,
@@ -342,7 +341,8 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
         return UNKNOWN
     values = arguments.all()
     for value in values:
-        if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
+        is_function = isinstance(value, Function) and value.owner is None
+        if is_function and value.info.relevant and value.info not in interpreter.called:
             follow_callback(interpreter, value, node)
     if _LOSS.search(last.lower()):
         record_loss(interpreter, node, values)
@@ -600,7 +600,7 @@ _METHODS: Final[dict[type, Callable[[Interpreter, ast.Call, Any, str, Arguments]
 def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:
     method = base.info.method(name)
     if method is not None:
-        return _call(interpreter, node, BoundMethod(base, method))
+        return _call(interpreter, node, Function(method, owner=base))
     stored = interpreter.state.value(base.key, name)
     value = interpreter.infer_from_usage(stored or UNKNOWN, dotted_name(node.func))
     if stored is not None or value is not UNKNOWN:
@@ -617,13 +617,12 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
         arguments = _completed(interpreter, function, arguments)
         node, function = arguments.node, function.function
     make_trainer(interpreter, node, arguments)
-    if isinstance(function, Function | BoundMethod):
+    if isinstance(function, Function):
         info = function.info
         if not _is_followed(interpreter, info, arguments):
             return _result_of(interpreter, arguments.all())
-        frame = function.frame if isinstance(function, Function) else None
-        owner = function.owner if isinstance(function, BoundMethod) and not info.is_static else None
-        return inline_call(interpreter, info, node, arguments.named(), owner, frame)
+        owner = None if info.is_static else function.owner
+        return inline_call(interpreter, info, node, arguments.named(), owner, function.frame)
     if isinstance(function, Class):
         return objects.make_instance(interpreter, node, function.info, arguments)
     if isinstance(function, ImportedName):
@@ -640,7 +639,7 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
         return Tensor(weights_dtype=function.weights_dtype, model_calls=None, node=node)
     if isinstance(function, Instance):
         method = function.info.method("__call__") or function.info.method("forward")
-        return UNKNOWN if method is None else _call(interpreter, node, BoundMethod(function, method))
+        return UNKNOWN if method is None else _call(interpreter, node, Function(method, owner=function))
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
 
 

@@ -29,7 +29,6 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
     Autocast,
-    BoundMethod,
     Class,
     ContextManager,
     DeviceValue,
@@ -51,7 +50,6 @@ from ampaudit.linter.flow.values import (
     Scaler,
     ScaleReading,
     Tensor,
-    Truth,
     Value,
     literal_of,
 )
@@ -384,7 +382,7 @@ def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> V
     if method is None:
         return interpreter.infer_from_usage(_class_attribute(interpreter, owner, node.attr), text)
     if not method.is_property:
-        return BoundMethod(owner, method)
+        return Function(method, owner=owner)
     returned = inline_call(interpreter, method, node, {}, owner) if method.relevant else UNKNOWN
     return interpreter.infer_from_usage(returned, text)
 
@@ -450,7 +448,7 @@ def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
         return True
     if isinstance(value, LiteralValue) and not (value.is_given or isinstance(node, ast.Constant)):
         return None
-    return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
+    return bool(value.value) if isinstance(value, LiteralValue) else None
 
 
 def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice) -> Value:
@@ -468,9 +466,9 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
     is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
     if is_none_test and isinstance(left, LiteralValue) and left.is_given:
-        return Truth(isinstance(node.ops[0], ast.Is) == (left.value is None))
+        return LiteralValue(isinstance(node.ops[0], ast.Is) == (left.value is None), is_given=True)
     if is_none_test and isinstance(left, Scaler) and interpreter.state.holds_scaler(left):
-        return Truth(isinstance(node.ops[0], ast.IsNot))
+        return LiteralValue(isinstance(node.ops[0], ast.IsNot), is_given=True)
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record(ScaleCompared, node)
     operands = (left, *others)
@@ -492,7 +490,7 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
         then, interpreter.path_state = interpreter.path_state, before
         other = interpreter.evaluate(node.orelse)
     interpreter.path_state = join(then, interpreter.path_state)
-    if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
+    if isinstance(one, Function) and isinstance(other, Function):
         interpreter.record(PrecisionChosen, node)
     return join_values(one, other)
 

@@ -38,17 +38,16 @@ from ampaudit.linter.flow.values import (
     UNSCALED,
     UNSCALED_TENSOR,
     Arguments,
-    BoundMethod,
     Function,
     GradAttribute,
     KnownItems,
+    LiteralValue,
     LossGradients,
     Optimizer,
     Scaler,
     ScaleReading,
     StateDict,
     Tensor,
-    Truth,
     Value,
     literal_of,
 )
@@ -156,7 +155,7 @@ def scaler_method(
     elif name == "load_state_dict":
         interpreter.record(ScalerRestored, node, scaler)
     elif name == "is_enabled" and scaler.enabled is not None:
-        return Truth(scaler.enabled)
+        return LiteralValue(scaler.enabled, is_given=True)
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
 
 
@@ -173,7 +172,7 @@ def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: A
     state, target = interpreter.state, arguments.get(0, "optimizer")
     optimizer = target if isinstance(target, Optimizer) else None
     has_closure = (
-        isinstance(arguments.get(1, "closure"), Function | BoundMethod)
+        isinstance(arguments.get(1, "closure"), Function)
         or isinstance(arguments.expression(1, "closure"), ast.Lambda)
         or (optimizer is not None and optimizer.class_name == "LBFGS")
     )

@@ -98,7 +98,7 @@ def inline_call(
         state = interpreter.state
         values = state.scopes.get(number, {}).values()
         # a function that is defined in this one may need its names later
-        if not any(isinstance(one, Function) and one.frame > 0 for one in values):
+        if not any(isinstance(one, Function) and (one.frame or 0) > 0 for one in values):
             state.drop_scope(number)
     return _context_of(outside, inside.yields) if info.is_context_manager else value
 

@@ -45,7 +45,7 @@ from ampaudit.linter.flow.tensors import (
     follows_operands,
     requested_dtype,
 )
-from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
+from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS, NETWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Arguments,
@@ -245,7 +245,7 @@ def call_model(
         is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
         known = weights_dtype if is_cast or has_dtype else "" if interpreter.point.weights else "float32"
         check_input(interpreter, node, model.layers[0], arguments, known)
-    elif model.origin.startswith(_NETWORKS):
+    elif model.origin.startswith(NETWORKS):
         check_input(interpreter, node, "Model", arguments, weights_dtype)
     place = interpreter.point
     interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
@@ -289,15 +289,6 @@ def guessed_model(
     if start is not None and guessed.key not in interpreter.state.scopes:
         inline_call(interpreter, start, node, {}, guessed)
     return replace(model, instance=guessed)
-
-
-# packages whose networks end in a matrix product or a convolution
-_NETWORKS: Final = (
-    "segmentation_models_pytorch.",
-    "timm.create_model",
-    "torchvision.models.",
-    "monai.networks.nets.",
-)
 
 
 def check_input(
@@ -349,7 +340,7 @@ def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Argument
             return ""
     if model.layers:
         return input_dtype
-    is_known = model.origin.startswith(_NETWORKS)
+    is_known = model.origin.startswith(NETWORKS)
     interpreter.guesses = interpreter.guesses or is_known
     return cast if is_known else ""
 

@@ -175,12 +175,13 @@ _ALIASES: Final = (
     ("torch.nn.modules.loss", "torch.nn"),
     ("torch.special.log_softmax", "torch.log_softmax"),
 )
-_MODELS: Final = (
+# packages whose networks end in a matrix product or a convolution
+NETWORKS: Final = (
     "torchvision.models.",
     "timm.create_model",
     "timm.models.",
     "segmentation_models_pytorch.",
-    "monai.networks.",
+    "monai.networks.nets.",
 )
 _PRETRAINED: Final = ("transformers.", "diffusers.")
 _NO_MODELS: Final = re.compile(r"Tokenizer|Processor|Config|Extractor|Scheduler|Pipeline")
@@ -199,7 +200,7 @@ def makes_optimizer(path: str) -> bool:
 def makes_model(path: str) -> bool:
     """Return whether a call of a dotted name makes or loads a model."""
     loads = path.startswith(_PRETRAINED) and path.endswith((".from_pretrained", ".from_config"))
-    return path.startswith(_MODELS) or (loads and _NO_MODELS.search(path) is None)
+    return path.startswith(NETWORKS) or (loads and _NO_MODELS.search(path) is None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,11 @@ class ClassInfo:
 
 @value_class(frozen=True, slots=True)
 class Function:
-    """A function of the file, with the frame that defines it."""
+    """A function of the file, with the frame that defines it; or a method, with its owner."""
 
     info: FunctionInfo
-    frame: int
+    frame: int | None = None
+    owner: Instance | None = None
 
 
 @value_class(frozen=True, slots=True)
@@ -122,14 +123,6 @@ class Instance:
 
     key: str
     info: ClassInfo
-
-
-@value_class(frozen=True, slots=True)
-class BoundMethod:
-    """A method of an instance."""
-
-    owner: Instance
-    info: FunctionInfo
 
 
 @value_class(frozen=True, slots=True)
@@ -149,7 +142,10 @@ class ImportedName:
 
 @value_class(frozen=True, slots=True)
 class LiteralValue:
-    """The value of a literal; ``is_given`` if it is an argument of a call, and so not assigned later."""
+    """The value of a literal, or of a test that the script determines.
+
+    ``is_given`` if it is an argument of a call, or of such a test, and so not assigned later.
+    """
 
     value: object
     is_given: bool = False
@@ -158,13 +154,6 @@ class LiteralValue:
 def literal_of(value: Value | None) -> object:
     """Return what a literal stands for; ``None`` for other values as well."""
     return value.value if isinstance(value, LiteralValue) else None
-
-
-@value_class(frozen=True, slots=True)
-class Truth:
-    """The result of a test that the script determines, as in ``scaler is not None`` after creating it."""
-
-    value: bool
 
 
 @value_class(frozen=True, slots=True)
@@ -407,10 +396,10 @@ class Managed:
 
 
 Value: TypeAlias = (
-    "Unknown | ImportedName | LiteralValue | Truth | Remainder | KnownItems | StateDict | DictLiteral"
+    "Unknown | ImportedName | LiteralValue | Remainder | KnownItems | StateDict | DictLiteral"
     " | Optimizer | Scaler | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler"
     " | Tensor | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function"
-    " | Class | BoundMethod | Instance | Partial"
+    " | Class | Instance | Partial"
 )
 
 
