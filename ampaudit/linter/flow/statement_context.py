@@ -1,19 +1,17 @@
-"""Finds the context of a statement: its function, the tests and scalers around it, what follows."""
+"""Finds the context of a statement: its function, and the tests and scalers around it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 from ampaudit.linter.diagnostic import line_of
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks, tests_remainder
+from ampaudit.linter.flow.syntax import dotted_name, tests_remainder
 from ampaudit.linter.source_tree import LinkedScript
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def in_same_function(linked: LinkedScript, one: ast.AST, other: ast.AST) -> bool:
@@ -110,41 +108,24 @@ def _function_around(script: Script, node: ast.AST) -> ast.AST:
     return next((part for part in script.around(node) if isinstance(part, _FUNCTIONS)), script.tree)
 
 
-def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
-    """Return scaler and optimizer of the ``x.step(y)`` that follows a statement in the same iteration."""
-    for follower in _following_statements(script, statement):
-        for call in _unconditional_calls(follower):
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
-                scaler, optimizer = dotted_name(call.func.value), dotted_name(call.args[0])
-                if optimizer and script.usage.is_scaler(scaler):
-                    return scaler, optimizer
-    return None
+def step_beside(script: Script, node: ast.AST) -> tuple[str, str] | None:
+    """Return scaler and optimizer of the only ``x.step(y)`` that runs as often as a node, if there is one."""
+    place = _repeated_around(script, node)
+    steps = {
+        (dotted_name(call.func.value), dotted_name(call.args[0]))
+        for call in script.nodes(place)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args
+        if call.func.attr == "step" and _repeated_around(script, call) is place
+    }
+    by_scaler = [step for step in steps if step[1] and script.usage.is_scaler(step[0])]
+    return by_scaler[0] if len(by_scaler) == 1 else None
 
 
-def _following_statements(script: Script, statement: ast.stmt | None) -> list[ast.stmt]:
-    """Return what follows a statement in its block, then in the blocks around it, up to a loop."""
-    following: list[ast.stmt] = []
-    inner: ast.AST | None = statement
-    for around in script.around(statement) if statement is not None else ():
-        for block in nested_blocks(around):
-            for index, item in enumerate(block):
-                if item is inner:
-                    following += block[index + 1 :]
-        if isinstance(around, _DEFINITIONS + _LOOPS):
-            break
-        inner = around
-    return following
-
-
-def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:
-    """Yield calls that run once per statement: not in loops, definitions, or conditions on a count."""
-    if isinstance(statement, _DEFINITIONS + _LOOPS):
-        return
-    if isinstance(statement, ast.If) and tests_remainder(statement.test):
-        return
-    blocks = nested_blocks(statement)
-    if not blocks:
-        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-    for block in blocks:
-        for inner in block:
-            yield from _unconditional_calls(inner)
+def _repeated_around(script: Script, node: ast.AST) -> ast.AST:
+    """Return the innermost function, loop or condition on a count around a node, or the module."""
+    for part in script.around(node):
+        if isinstance(part, (*_FUNCTIONS, ast.For, ast.AsyncFor, ast.While)):
+            return part
+        if isinstance(part, ast.If) and tests_remainder(part.test):
+            return part
+    return script.tree

@@ -13,10 +13,10 @@ from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, item_of
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
-    following_step,
     in_same_function,
     location_suffix,
     nodes_around,
+    step_beside,
 )
 from ampaudit.linter.flow.syntax import mentions, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
@@ -83,7 +83,7 @@ def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
     fix, statement = None, event.statement
-    step = following_step(flow.point.script, statement)
+    step = step_beside(flow.point.script, node)
     if place is node and step and isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign):
         fix = Fix.at(statement, "insert before", f"{step[0]}.unscale_({step[1]})")
     yield Mistake(
