@@ -58,8 +58,8 @@ from ampaudit.linter.flow.values import (
     NUMBER,
     UNKNOWN,
     UNSCALED_TENSOR,
-    Arguments,
     Autocast,
+    Call,
     Class,
     ContextManager,
     DeviceValue,
@@ -91,47 +91,47 @@ _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_wi
 _PASS_THROUGH: Final = frozenset(
     {*(f"builtins.{name}" for name in ("list", "tuple", "iter", "reversed")), "tqdm.tqdm", "tqdm.auto.tqdm"}
 )
-Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
+Handler = Callable[["Interpreter", "Call"], Value]
 
 
-def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+def call_imported(interpreter: Interpreter, call: Call, path: str) -> Value:
     """Interpret a call of an imported or built-in name."""
     name = path.rpartition(".")[2]
     if path in _BY_PATH:
-        return _BY_PATH[path](interpreter, node, arguments)
+        return _BY_PATH[path](interpreter, call)
     if path in AUTOCASTS:
-        return make_autocast(interpreter, node, AUTOCASTS[path], arguments)
+        return make_autocast(interpreter, call, AUTOCASTS[path])
     if path in SCALERS:
-        return make_scaler(interpreter, node, path, arguments)
+        return make_scaler(interpreter, call, path)
     if name in _CLIPS:
-        interpreter.record(Clip, node, path, arguments)
+        interpreter.record(Clip, call.node, path, call)
         return UNKNOWN
     if path.startswith("torch."):
-        return _call_torch(interpreter, node, path, name, arguments)
+        return _call_torch(interpreter, call, path, name)
     for framework in FRAMEWORKS:
         if path in framework.constructors:
-            return make_managed(interpreter, node, framework, arguments)
+            return make_managed(interpreter, call, framework)
     if path == "apex.amp.initialize":
-        interpreter.record(ApexInitialized, node, arguments.get(0, "models"))
+        interpreter.record(ApexInitialized, call.node, call.get(0, "models"))
     if makes_optimizer(path):
-        return objects.optimizer_value(interpreter, node, "", arguments)
+        return objects.optimizer_value(interpreter, call, "")
     if makes_model(path):
-        return objects.make_model(interpreter, node, path, arguments)
+        return objects.make_model(interpreter, call, path)
     if path.startswith("torchvision.datasets.") and _yields_tensors(interpreter):
-        return KnownItems((KnownItems((Tensor(dtype="float32", node=node), UNKNOWN)),), repeated=True)
-    copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
+        return KnownItems((KnownItems((Tensor(dtype="float32", node=call.node), UNKNOWN)),), repeated=True)
+    copied = call.get(0, "x") if path == "copy.deepcopy" else None
     copied = copied.model if isinstance(copied, Managed) else copied
     if isinstance(copied, Model):
-        return objects.copy_model(interpreter, node, copied)
-    if path == objects.WITH_ADAPTERS and isinstance(model := arguments.get(0, "model"), Model):
-        return objects.with_adapters(interpreter, node, model)
+        return objects.copy_model(interpreter, call.node, copied)
+    if path == objects.WITH_ADAPTERS and isinstance(model := call.get(0, "model"), Model):
+        return objects.with_adapters(interpreter, call.node, model)
     if path in _PASS_THROUGH or isinstance(copied, StateDict):
-        return arguments.first
+        return call.first
     if path.startswith("math."):
         return NUMBER
     if path.startswith("builtins."):
-        return _call_builtin(interpreter, node, name, arguments)
-    return unknown_call(interpreter, node, path, arguments)
+        return _call_builtin(interpreter, call, name)
+    return unknown_call(interpreter, call, path)
 
 
 def _yields_tensors(interpreter: Interpreter) -> bool:
@@ -140,89 +140,87 @@ def _yields_tensors(interpreter: Interpreter) -> bool:
     return mentions("totensor") and not mentions("convertimagedtype", "todtype")
 
 
-def _call_torch(
-    interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments
-) -> Value:
-    made_in = arguments.keywords.get("dtype", UNKNOWN)
+def _call_torch(interpreter: Interpreter, call: Call, path: str, name: str) -> Value:
+    made_in = call.keywords.get("dtype", UNKNOWN)
     is_class = name[:1].isupper()
     if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
-        interpreter.record(HalfLayer, node)
-    if path == "torch.outer" or (path == "torch.einsum" and not _sums(arguments.get(0, "equation"))):
-        return tensors.outer_product(interpreter, node, arguments.all())
+        interpreter.record(HalfLayer, call.node)
+    if path == "torch.outer" or (path == "torch.einsum" and not _sums(call.get(0, "equation"))):
+        return tensors.outer_product(interpreter, call.node, call.all())
     if path in MATRIX_PRODUCTS:
-        return tensors.matrix_product(interpreter, node, arguments.all())
+        return tensors.matrix_product(interpreter, call.node, call.all())
     if path in WITHOUT_HALF_KERNEL or path.startswith("torch.fft."):
-        tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
+        tensors.call_op(interpreter, call.node, path, [call.get(0, "input") or UNKNOWN])
         return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
-        return call_loss_function(interpreter, node, LossFunction(name), arguments)
+        return call_loss_function(interpreter, call, LossFunction(name))
     is_list = path in ("torch.nn.ModuleList", "torch.nn.ParameterList")
-    if is_list and arguments.positional and isinstance(arguments.first, KnownItems):
-        return arguments.first
-    if name == "AveragedModel" and isinstance(averaged := arguments.get(0, "model"), Model):
-        return objects.copy_model(interpreter, node, averaged)
-    if path == "torch.utils.data.DataLoader" and "collate_fn" not in arguments.keywords:
-        dataset = arguments.get(0, "dataset")
+    if is_list and call.positional and isinstance(call.first, KnownItems):
+        return call.first
+    if name == "AveragedModel" and isinstance(averaged := call.get(0, "model"), Model):
+        return objects.copy_model(interpreter, call.node, averaged)
+    if path == "torch.utils.data.DataLoader" and "collate_fn" not in call.keywords:
+        dataset = call.get(0, "dataset")
         if isinstance(dataset, KnownItems):
             return dataset
     if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
-        data = arguments.get(0, "data")
+        data = call.get(0, "data")
         if isinstance(data, Tensor) and data.dtype == "float16" and not data.computed_under:
-            interpreter.half_parameter = node
+            interpreter.half_parameter = call.node
         return data or UNKNOWN
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler() if "Plateau" not in name else UNKNOWN
     if is_class and path.startswith("torch.optim.") and "swa" not in path:
-        return objects.optimizer_value(interpreter, node, name, arguments)
+        return objects.optimizer_value(interpreter, call, name)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
-        return LossFunction(name, node)
+        return LossFunction(name, call.node)
     if is_class and path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")):
-        inner = arguments.get(0, "module")
-        model = inner if isinstance(inner, Model) else Model(key_of(node), node)
+        inner = call.get(0, "module")
+        model = inner if isinstance(inner, Model) else Model(key_of(call.node), call.node)
         (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(model.key)
         return replace(model, wrapper=name)
     if path.startswith("torch.distributed.") and name.startswith("MixedPrecision"):  # of both FSDPs
-        interpreter.sharded_dtype = tensors.dtype_named(arguments.get(0, "param_dtype") or UNKNOWN)
+        interpreter.sharded_dtype = tensors.dtype_named(call.get(0, "param_dtype") or UNKNOWN)
         return UNKNOWN
     if is_class and path.startswith("torch.nn.") and "functional" not in path and "utils" not in path:
-        return objects.make_model(interpreter, node, path, arguments)
-    return _function(interpreter, node, path, name, arguments)
+        return objects.make_model(interpreter, call, path)
+    return _function(interpreter, call, path, name)
 
 
-def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments) -> Value:
-    values = arguments.all()
-    first = arguments.first
+def _function(interpreter: Interpreter, call: Call, path: str, name: str) -> Value:
+    values = call.all()
+    first = call.first
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
-        return use_loss_gradients(interpreter, node, inner, name)
+        return use_loss_gradients(interpreter, call.node, inner, name)
     if isinstance(inner, GradAttribute) and "distributed" not in path:
-        return gradient_method(interpreter, node, name)
-    averages = item_of(arguments.get(0, "self") or UNKNOWN)
+        return gradient_method(interpreter, call.node, name)
+    averages = item_of(call.get(0, "self") or UNKNOWN)
     if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        interpreter.record(WeightsAveraged, node, averages)
-    tensors.call_op(interpreter, node, path, values)
+        interpreter.record(WeightsAveraged, call.node, averages)
+    tensors.call_op(interpreter, call.node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
         default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
-        dtype = tensors.dtype_named(arguments.keywords.get("dtype", default))
+        dtype = tensors.dtype_named(call.keywords.get("dtype", default))
         is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
-        return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
+        return Tensor(dtype=dtype, rounded=call.node if is_rounded else None, node=call.node)
     if name == "sigmoid":
         operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
-        return Tensor(sigmoid=node, model_calls=operand.model_calls, dtype=operand.dtype, node=node)
+        return Tensor(sigmoid=call.node, model_calls=operand.model_calls, dtype=operand.dtype, node=call.node)
     if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
         return UNKNOWN
     tensor = [value for value in flattened(values) if isinstance(value, Tensor)]
-    interpreter.record_dtypes(node, tensor)
+    interpreter.record_dtypes(call.node, tensor)
     if not tensor:
         return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in values) else UNKNOWN
     return Tensor(
         scaler_key=tensors.common_scale(tensor),
-        dtype=_dtype(interpreter, name, tensor, arguments.keywords.get("dtype")),
+        dtype=_dtype(interpreter, name, tensor, call.keywords.get("dtype")),
         weights_dtype=tensor[0].weights_dtype if tensors.keeps_dtype(interpreter, name) else "",
         computed_under=tensors.computed_under(interpreter, tensor),
         model_calls=tensors.all_model_calls(tensor),
         rounded=tensors.first_rounded(tensor),
-        node=node,
+        node=call.node,
     )
 
 
@@ -246,82 +244,82 @@ def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor], chosen: 
 
 
 def _context(kind: str) -> Handler:
-    return lambda interpreter, node, arguments: ContextManager(kind)
+    return lambda interpreter, call: ContextManager(kind)
 
 
-def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    what = arguments.get(0, "obj")
+def _save(interpreter: Interpreter, call: Call) -> Value:
+    what = call.get(0, "obj")
     if isinstance(what, DictLiteral):
-        interpreter.record(CheckpointSaved, node, what)
+        interpreter.record(CheckpointSaved, call.node, what)
     return UNKNOWN
 
 
-def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    value = arguments.get(0, "type")
+def _device(interpreter: Interpreter, call: Call) -> Value:
+    value = call.get(0, "type")
     text = literal_of(value)
-    has_index = arguments.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
+    has_index = call.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
     return DeviceValue(device_of(value), has_index)
 
 
-def _chain(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    parts = [value.models if isinstance(value, Parameters) else None for value in arguments.positional]
+def _chain(interpreter: Interpreter, call: Call) -> Value:
+    parts = [value.models if isinstance(value, Parameters) else None for value in call.positional]
     return Parameters(None if None in parts else frozenset[str]().union(*(models or () for models in parts)))
 
 
-def _namespace(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    if isinstance(arguments.first, DictLiteral):
-        return arguments.first
-    return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
+def _namespace(interpreter: Interpreter, call: Call) -> Value:
+    if isinstance(call.first, DictLiteral):
+        return call.first
+    return DictLiteral(tuple(call.keywords.values()), call.node, tuple(call.keywords))
 
 
-def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    positional = arguments.positional
-    has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
+def _partial(interpreter: Interpreter, call: Call) -> Value:
+    positional = call.positional
+    has_all = not any(isinstance(a, ast.Starred) for a in call.node.args) and "**" not in call.keywords
     if not positional or not has_all or isinstance(positional[0], Unknown):
         return UNKNOWN
-    return Partial(positional[0], tuple(positional[1:]), tuple(arguments.keywords.items()), node)
+    return Partial(positional[0], tuple(positional[1:]), tuple(call.keywords.items()), call.node)
 
 
 _BY_PATH: Final[dict[str, Handler]] = {
     "torch.no_grad": _context("no_grad"),
     "torch.inference_mode": _context("no_grad"),
     "torch.enable_grad": _context("grad"),
-    "torch.set_grad_enabled": lambda interpreter, node, arguments: ContextManager(
-        "no_grad" if literal_of(arguments.get(0, "mode")) is False else "unsure"
+    "torch.set_grad_enabled": lambda interpreter, call: ContextManager(
+        "no_grad" if literal_of(call.get(0, "mode")) is False else "unsure"
     ),
     "contextlib.nullcontext": _context("null"),
     "torch.autograd.grad": gradients.autograd_grad,
     "torch.save": _save,
     "torch.device": _device,
-    "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
+    "torch.compile": lambda interpreter, call: call.get(0, "model") or UNKNOWN,
     **dict.fromkeys(NAMESPACES, _namespace),
     "functools.partial": _partial,
     "itertools.chain": _chain,
 }
 
 
-def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    first = arguments.first
+def _call_builtin(interpreter: Interpreter, call: Call, name: str) -> Value:
+    first = call.first
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
-        interpreter.record(NumberRead, node, first)
+        interpreter.record(NumberRead, call.node, first)
         return UNSCALED_TENSOR
     if name == "str" and isinstance(first, DeviceValue) and first.has_index:
         return LiteralValue(f"{first.type}:0")
-    if name == "dict" and not arguments.positional:
-        return _namespace(interpreter, node, arguments)
+    if name == "dict" and not call.positional:
+        return _namespace(interpreter, call)
     if name == "sum" and isinstance(first, KnownItems | Tensor):
         return item_of(first)
     if name in ("enumerate", "zip"):
-        of_each = [item_of(value) for value in arguments.positional] or [UNKNOWN]
+        of_each = [item_of(value) for value in call.positional] or [UNKNOWN]
         pair = (UNKNOWN, of_each[0]) if name == "enumerate" else tuple(of_each)
         return KnownItems((KnownItems(pair),), repeated=True)
     if name == "next" and isinstance(first, Parameters):
         return first
-    if name == "filter" and isinstance(parameters := arguments.get(1, "iterable"), Parameters):
+    if name == "filter" and isinstance(parameters := call.get(1, "iterable"), Parameters):
         return parameters
-    if name == "getattr" and isinstance(attribute := literal_of(arguments.get(1, "name")), str):
+    if name == "getattr" and isinstance(attribute := literal_of(call.get(1, "name")), str):
         return interpreter.evaluate(
-            ast.copy_location(ast.Attribute(node.args[0], attribute, ast.Load()), node)
+            ast.copy_location(ast.Attribute(call.node.args[0], attribute, ast.Load()), call.node)
         )
     if name == "len":
         return NUMBER
@@ -331,30 +329,29 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
 _NUMBERS_AND_TEXTS: Final = frozenset("range int str min max round abs print".split())
 
 
-def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+def unknown_call(interpreter: Interpreter, call: Call, name: str) -> Value:
     """Interpret a call of code that is not in this file."""
     last = name.rpartition(".")[2]
     if last.endswith("GradScaler"):  # another package's, or one of two that are imported
-        return make_scaler(interpreter, node, name, arguments)
+        return make_scaler(interpreter, call, name)
     if last == "backward":
         gradients.unknown_backward(interpreter)
         return UNKNOWN
-    values = arguments.all()
-    for value in values:
-        is_function = isinstance(value, Function) and value.owner is None
-        if is_function and value.info.relevant and value.info not in interpreter.called:
-            follow_callback(interpreter, value, node)
+    values = call.all()
+    for function in [v for v in values if isinstance(v, Function) and v.owner is None]:
+        if function.info.relevant and function.info not in interpreter.called:
+            follow_callback(interpreter, function, call.node)
     if _LOSS.search(last.lower()):
-        record_loss(interpreter, node, values)
+        record_loss(interpreter, call.node, values)
     for value in values if last in _LOGS else ():
         for entry in _items_of_dict(value):
             if isinstance(entry, Tensor):
-                interpreter.record(NumberRead, node, entry)
+                interpreter.record(NumberRead, call.node, entry)
     # what gets neither a scaler nor what may hold one cannot unscale
     may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
     gets_weights = any(isinstance(value, Parameters | Model) for value in values)
     if _CLIPS_GRADIENTS.search(last.lower()) and gets_weights and not may_unscale:
-        interpreter.record(Clip, node, name, arguments, Certainty.LIKELY)
+        interpreter.record(Clip, call.node, name, call, Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
     state_dict = next((value for value in values if isinstance(value, StateDict)), None)
@@ -405,27 +402,23 @@ _LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
 
 
-def make_autocast(
-    interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
-) -> Autocast:
+def make_autocast(interpreter: Interpreter, call: Call, device: str | None) -> Autocast:
     """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     if device is None:
-        interpreter.judge(interpreter.event(AutocastMade, node, arguments))
+        interpreter.judge(interpreter.event(AutocastMade, call.node, call))
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
-    values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
+    values: dict[str, Value | None] = {name: call.get(i, name) for i, name in enumerate(names)}
     device_type = device_of(values.get("device_type")) if device is None else device
     chosen = values["dtype"]
     by_default = chosen is None or (isinstance(chosen, LiteralValue) and chosen.value is None)
     by_default = by_default and not interpreter.linked.mentions("set_autocast")
     dtype = "" if by_default else tensors.dtype_named(chosen or UNKNOWN) or None
     if dtype in ("float32", "float64"):
-        return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
-    enabled = _enabled(
-        interpreter, values["enabled"], arguments.expression(names.index("enabled"), "enabled")
-    )
+        return Autocast(False, device_type or None, "", call.node)  # torch warns, and switches it off
+    enabled = _enabled(interpreter, values["enabled"], call.expression(names.index("enabled"), "enabled"))
     conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
-    caches = literal_of(arguments.keywords.get("cache_enabled", LiteralValue(True))) is True
-    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
+    caches = literal_of(call.keywords.get("cache_enabled", LiteralValue(True))) is True
+    return Autocast(enabled, device_type or None, dtype, call.node, conditional=conditional, caches=caches)
 
 
 def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
@@ -442,23 +435,23 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 
 
-def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+def make_scaler(interpreter: Interpreter, call: Call, path: str) -> Value:
     """Interpret ``GradScaler(...)`` and the assignment to a name."""
-    expression = keyword_value(node, "enabled")
-    enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
+    expression = keyword_value(call.node, "enabled")
+    enabled = _enabled(interpreter, call.keywords.get("enabled"), expression)
     statement = interpreter.statement
     target = (
         statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     )
     text = dotted_name(target) if target is not None else ""
-    key = key_of(node) + interpreter.call_path
+    key = key_of(call.node) + interpreter.call_path
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
-    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
+    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else call.get(0, "device")
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if device_value is None else device_of(device_value)
-    scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
-    interpreter.record(ScalerMade, node, scaler)
+    scaler = Scaler(key, call.node, enabled, text, device, "Sharded" in path)
+    interpreter.record(ScalerMade, call.node, scaler)
     if not any(info.is_property for info in interpreter.point.stack):  # made where it is first used
         interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
@@ -473,13 +466,11 @@ def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]
         interpreter.record(LossInside, node, outside)
 
 
-def call_loss_function(
-    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
-) -> Value:
+def call_loss_function(interpreter: Interpreter, call: Call, loss: LossFunction) -> Value:
     """Interpret a loss function of torch."""
-    tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
-    record_loss(interpreter, node, tensor_arguments)
-    interpreter.judge(interpreter.event(LossCalled, node, loss, arguments.first, interpreter.point.autocast))
+    tensor_arguments = [value for value in call.all() if isinstance(value, Tensor)]
+    record_loss(interpreter, call.node, tensor_arguments)
+    interpreter.judge(interpreter.event(LossCalled, call.node, loss, call.first, interpreter.point.autocast))
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     return Tensor(
@@ -487,17 +478,17 @@ def call_loss_function(
         computed_under=computed_under,
         model_calls=roots,
         loss=loss.name,
-        node=node,
+        node=call.node,
     )
 
 
-def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
+def _arguments(interpreter: Interpreter, node: ast.Call) -> Call:
     positional = list(map(interpreter.evaluate, node.args))
     if LiteralValue in map(type, positional):
         for argument, value in zip(node.args, positional, strict=True):
             interpreter.record_number(argument, value)
     if not node.keywords:
-        return Arguments(positional, {}, node)
+        return Call(positional, {}, node)
     keywords = {k.arg or "**": interpreter.evaluate(k.value) for k in node.keywords}
     if LiteralValue in map(type, keywords.values()):
         for keyword in node.keywords:
@@ -505,7 +496,7 @@ def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
     entries = keywords.get("**")
     if isinstance(entries, DictLiteral):
         keywords |= {n: v for n, v in zip(entries.names, entries.items, strict=True) if n is not None}
-    return Arguments(positional, keywords, node)
+    return Call(positional, keywords, node)
 
 
 def evaluate_call(interpreter: Interpreter, node: ast.Call) -> Value:
@@ -525,37 +516,37 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return _instance_method(interpreter, node, base, name)
     if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
-    arguments = _arguments(interpreter, node)
+    call = _arguments(interpreter, node)
     method = _METHODS.get(type(base))
     if method is not None:
-        return method(interpreter, node, base, name, arguments)
+        return method(interpreter, call, base, name)
     if name in ("parameters", "named_parameters") and not isinstance(base, DictLiteral):
         return Parameters(_owners(interpreter, node.func))
     if base is UNKNOWN and name in _CASTS_MODELS and (text := _assigned_model(interpreter, node)):
-        return objects.model_method(interpreter, node, Model(f"name {text}"), name, arguments)
-    casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
+        return objects.model_method(interpreter, call, Model(f"name {text}"), name)
+    casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in call.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
-        return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
-    if name == "enter_context" and interpreter.enter(arguments.first):  # of an ExitStack
+        return tensors.tensor_method(interpreter, call, Tensor(scaler_key=MAYBE), name)
+    if name == "enter_context" and interpreter.enter(call.first):  # of an ExitStack
         return UNKNOWN
     if isinstance(base, DictLiteral) and name == "values":
         return KnownItems(base.items)
     if isinstance(base, DictLiteral) and name == "get":
-        return choice_of_dtypes(*base.items, *arguments.positional[1:])
+        return choice_of_dtypes(*base.items, *call.positional[1:])
     if isinstance(base, DictLiteral) and name == "items":
         return KnownItems(
             tuple(KnownItems((LiteralValue(k), v)) for k, v in zip(base.names, base.items, strict=True))
         )
     if isinstance(base, Parameters):
-        return copies_method(interpreter, node, base, name, arguments)
+        return copies_method(interpreter, call, base, name)
     if isinstance(base, KnownItems) and name == "append" and isinstance(node.func, ast.Attribute):
-        added = join_items(base, arguments.get(0, "object") or UNKNOWN)
+        added = join_items(base, call.get(0, "object") or UNKNOWN)
         if dotted_name(node.func.value):
             interpreter.assign(node.func.value, added)
         return UNKNOWN
     if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
-    return unknown_call(interpreter, node, name, arguments)
+    return unknown_call(interpreter, call, name)
 
 
 _CASTS_MODELS: Final = frozenset({"half", "float", "bfloat16", "to", "cuda"})
@@ -582,16 +573,16 @@ def _owners(interpreter: Interpreter, part: ast.expr) -> frozenset[str] | None:
     return None
 
 
-_METHODS: Final[dict[type, Callable[[Interpreter, ast.Call, Any, str, Arguments], Value]]] = {
+_METHODS: Final[dict[type, Callable[[Interpreter, Call, Any, str], Value]]] = {
     Scaler: scaler_method,
     Optimizer: objects.optimizer_method,
     Model: objects.model_method,
-    Scheduler: lambda interpreter, node, base, name, arguments: UNKNOWN,
-    StateDict: lambda interpreter, node, base, name, arguments: base,  # a copy, or a part of it
-    LossGradients: lambda interpreter, node, base, name, arguments: use_loss_gradients(
-        interpreter, node, base, name
+    Scheduler: lambda interpreter, call, base, name: UNKNOWN,
+    StateDict: lambda interpreter, call, base, name: base,  # a copy, or a part of it
+    LossGradients: lambda interpreter, call, base, name: use_loss_gradients(
+        interpreter, call.node, base, name
     ),
-    GradAttribute: lambda interpreter, node, base, name, arguments: gradient_method(interpreter, node, name),
+    GradAttribute: lambda interpreter, call, base, name: gradient_method(interpreter, call.node, name),
     Tensor: tensors.tensor_method,
     Managed: managed_method,
 }
@@ -605,55 +596,53 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
     value = interpreter.infer_from_usage(stored or UNKNOWN, dotted_name(node.func))
     if stored is not None or value is not UNKNOWN:
         return _call(interpreter, node, value)
-    arguments = _arguments(interpreter, node)
+    call = _arguments(interpreter, node)
     if name not in HARMLESS_METHODS and not (base.info.is_module and name in objects.MODULE_METHODS):
-        assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
+        assume_any_effect(interpreter, f"self.{name}", [*call.all(), base])
     return UNKNOWN
 
 
 def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
-    arguments = _arguments(interpreter, node)
+    call = _arguments(interpreter, node)
     if isinstance(function, Partial):
-        arguments = _completed(interpreter, function, arguments)
-        node, function = arguments.node, function.function
-    make_trainer(interpreter, node, arguments)
+        call = _completed(interpreter, function, call)
+        node, function = call.node, function.function
+    make_trainer(interpreter, call)
     if isinstance(function, Function):
         info = function.info
-        if not _is_followed(interpreter, info, arguments):
-            return _result_of(interpreter, arguments.all())
+        if not _is_followed(interpreter, info, call):
+            return _result_of(interpreter, call.all())
         owner = None if info.is_static else function.owner
-        return inline_call(interpreter, info, node, arguments.named(), owner, function.frame)
+        return inline_call(interpreter, info, node, call.named(), owner, function.frame)
     if isinstance(function, Class):
-        return objects.make_instance(interpreter, node, function.info, arguments)
+        return objects.make_instance(interpreter, call, function.info)
     if isinstance(function, ImportedName):
-        return call_imported(interpreter, node, function.path, arguments)
+        return call_imported(interpreter, call, function.path)
     if isinstance(function, Model):
-        return call_model(interpreter, node, function, arguments)
+        return call_model(interpreter, call, function)
     if isinstance(function, LossFunction):
-        return call_loss_function(interpreter, node, function, arguments)
+        return call_loss_function(interpreter, call, function)
     if isinstance(function, Managed):
-        tensors.call_op(interpreter, node, "torch.nn.Module", arguments.all())
-        objects.check_input(interpreter, node, "Model", arguments, function.weights_dtype)
+        tensors.call_op(interpreter, node, "torch.nn.Module", call.all())
+        objects.check_input(interpreter, call, "Model", function.weights_dtype)
         if function.model is not None and function.autocast:
-            _call_managed(interpreter, node, function.autocast, function.model, arguments)
+            _call_managed(interpreter, call, function.autocast, function.model)
         return Tensor(weights_dtype=function.weights_dtype, model_calls=None, node=node)
     if isinstance(function, Instance):
         method = function.info.method("__call__") or function.info.method("forward")
         return UNKNOWN if method is None else _call(interpreter, node, Function(method, owner=function))
-    return unknown_call(interpreter, node, dotted_name(node.func), arguments)
+    return unknown_call(interpreter, call, dotted_name(call.node.func))
 
 
-def _call_managed(
-    interpreter: Interpreter, node: ast.Call, dtype: str, model: Model, arguments: Arguments
-) -> None:
+def _call_managed(interpreter: Interpreter, call: Call, dtype: str, model: Model) -> None:
     """Follow a model that a framework calls under autocast, and whose outputs it casts to float32."""
     with interpreter.entered(interpreter.point):
         if interpreter.point.autocast.enabled is not True:
             interpreter.enter(Autocast(True, None, dtype, explicit=False))
-        call_model(interpreter, node, model, arguments)
+        call_model(interpreter, call, model)
 
 
-def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments) -> Arguments:
+def _completed(interpreter: Interpreter, partial: Partial, completion: Call) -> Call:
     """Return the arguments of a partial together with those of a call that completes them."""
     creation, node = partial.node, completion.node
     keywords = [*(k for k in creation.keywords if k.arg not in completion.keywords), *node.keywords]
@@ -662,14 +651,14 @@ def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments
     whole = interpreter.completed_calls.setdefault((creation, node), ast.copy_location(whole, node))
     interpreter.point.script.parents.setdefault(whole, node)
     positional = [*partial.positional, *completion.positional]
-    return Arguments(positional, {**dict(partial.keywords), **completion.keywords}, whole)
+    return Call(positional, {**dict(partial.keywords), **completion.keywords}, whole)
 
 
 def _items_of_dict(value: Value) -> tuple[Value, ...]:
     return value.items if isinstance(value, DictLiteral) else (value,)
 
 
-def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:
+def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Call) -> bool:
     """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
     is_16_bit = interpreter.point.autocast.enabled is True or any(
         value.cast

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.values import (
-    Arguments,
     Autocast,
+    Call,
     ClassInfo,
     DictLiteral,
     LiteralValue,
@@ -130,7 +130,7 @@ class Clip(Event):
     """Clipping of gradients, only likely if it is unknown code with such a name."""
 
     function: str
-    arguments: Arguments
+    arguments: Call
     certainty: Certainty = Certainty.KNOWN
 
 
@@ -264,7 +264,7 @@ class OptimizerMade(Event):
     """The construction of an optimizer."""
 
     optimizer: Optimizer
-    arguments: Arguments
+    arguments: Call
 
 
 @value_class(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class LossInside(Event):
 class AutocastMade(Event):
     """``torch.autocast(...)``, which takes a device type."""
 
-    arguments: Arguments
+    arguments: Call
 
 
 @value_class(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
-    Arguments,
+    Call,
     Function,
     GradAttribute,
     KnownItems,
@@ -88,13 +88,13 @@ def unknown_backward(interpreter: Interpreter) -> None:
     interpreter.record(UnknownBackward, interpreter.statement or interpreter.point.script.tree)
 
 
-def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+def autograd_grad(interpreter: Interpreter, call: Call) -> Value:
     """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
-    outputs = arguments.get(0, "outputs")
-    if literal_of(arguments.get(4, "create_graph")) is not True:
+    outputs = call.get(0, "outputs")
+    if literal_of(call.get(4, "create_graph")) is not True:
         return UNKNOWN
     first = item_of(outputs) if isinstance(outputs, KnownItems) else outputs
-    return LossGradients(first.scaler_key if isinstance(first, Tensor) else MAYBE, node)
+    return LossGradients(first.scaler_key if isinstance(first, Tensor) else MAYBE, call.node)
 
 
 def use_loss_gradients(interpreter: Interpreter, node: ast.AST, gradients: LossGradients, name: str) -> Value:
@@ -128,32 +128,30 @@ def has_single_optimizer(interpreter: Interpreter) -> bool:
     return all(len(script.usage.optimizer_names) <= 1 for script in scripts)
 
 
-def scaler_method(
-    interpreter: Interpreter, node: ast.Call, scaler: Scaler, name: str, arguments: Arguments
-) -> Value:
+def scaler_method(interpreter: Interpreter, call: Call, scaler: Scaler, name: str) -> Value:
     """Interpret a method of a gradient scaler."""
     interpreter.register_scaler(scaler)
     by_setting = scaler.enabled is None or scaler.node is None
     if by_setting and False in interpreter.assumptions.values():
         scaler = replace(scaler, enabled=False)  # the setting that is off may have switched it off as well
     if name == "scale":
-        outputs = arguments.get(0, "outputs")
-        interpreter.record(ScalerScale, node, scaler, outputs)
+        outputs = call.get(0, "outputs")
+        interpreter.record(ScalerScale, call.node, scaler, outputs)
         interpreter.state.set_fact(UNUSED, None, scaler.key)
         return _scaled(outputs or UNKNOWN, scaler)
     if name == "step":
-        _step(interpreter, node, scaler, arguments)
+        _step(interpreter, call, scaler)
     elif name == "unscale_":
-        _unscale(interpreter, node, scaler, arguments.get(0, "optimizer"))
+        _unscale(interpreter, call.node, scaler, call.get(0, "optimizer"))
     elif name == "update":
-        interpreter.record(ScalerUpdate, node, scaler, arguments.get(0, "new_scale"))
+        interpreter.record(ScalerUpdate, call.node, scaler, call.get(0, "new_scale"))
         if scaler.enabled is not False:
-            _update(interpreter, node, scaler)
+            _update(interpreter, call.node, scaler)
     elif name == "state_dict":
-        interpreter.record(ScalerSaved, node, scaler)
+        interpreter.record(ScalerSaved, call.node, scaler)
         return StateDict("scaler", scaler.key)
     elif name == "load_state_dict":
-        interpreter.record(ScalerRestored, node, scaler)
+        interpreter.record(ScalerRestored, call.node, scaler)
     elif name == "is_enabled" and scaler.enabled is not None:
         return LiteralValue(scaler.enabled, is_given=True)
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
@@ -168,17 +166,17 @@ def _scaled(value: Value, scaler: Scaler) -> Value:
     return base._replace(scaler_key=scaler.key if base.scaler_key in (UNSCALED, scaler.key) else MAYBE)
 
 
-def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: Arguments) -> None:
-    state, target = interpreter.state, arguments.get(0, "optimizer")
+def _step(interpreter: Interpreter, call: Call, scaler: Scaler) -> None:
+    state, target = interpreter.state, call.get(0, "optimizer")
     optimizer = target if isinstance(target, Optimizer) else None
     has_closure = (
-        isinstance(arguments.get(1, "closure"), Function)
-        or isinstance(arguments.expression(1, "closure"), ast.Lambda)
+        isinstance(call.get(1, "closure"), Function)
+        or isinstance(call.expression(1, "closure"), ast.Lambda)
         or (optimizer is not None and optimizer.class_name == "LBFGS")
     )
     if scaler.enabled is not False and has_closure:  # which runs backward
         state.assume_any_step()
-    interpreter.record(ScalerStep, node, optimizer, interpreter.point.autocast, scaler, has_closure)
+    interpreter.record(ScalerStep, call.node, optimizer, interpreter.point.autocast, scaler, has_closure)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is False:

@@ -22,8 +22,8 @@ from ampaudit.linter.flow.syntax import (
 from ampaudit.linter.flow.torch_names import FRAMEWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    Arguments,
     Autocast,
+    Call,
     ClassInfo,
     ContextManager,
     DictLiteral,
@@ -254,7 +254,7 @@ def instance_of_class(interpreter: Interpreter, info: ClassInfo) -> Instance:
     return owner
 
 
-def bind_fields(interpreter: Interpreter, owner: Instance, arguments: Arguments | None) -> None:
+def bind_fields(interpreter: Interpreter, owner: Instance, arguments: Call | None) -> None:
     """Bind the fields of an instance that a call makes, or of any instance of its class."""
     for index, field in enumerate(owner.info.fields):
         name = dotted_name(field.target)

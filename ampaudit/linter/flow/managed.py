@@ -21,8 +21,8 @@ from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGrad
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import AUTOCAST_PRECISIONS, FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import (
-    Arguments,
     Autocast,
+    Call,
     DictLiteral,
     KnownItems,
     LiteralValue,
@@ -40,11 +40,9 @@ _WRAPS: Final = ("prepare", "prepare_model", "setup", "setup_module")
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
 
-def make_managed(
-    interpreter: Interpreter, node: ast.Call, framework: Framework, arguments: Arguments
-) -> Value:
+def make_managed(interpreter: Interpreter, call: Call, framework: Framework) -> Value:
     """Interpret the construction of a framework's object."""
-    precision = arguments.keywords.get(framework.precision)
+    precision = call.keywords.get(framework.precision)
     certainty = Certainty.LIKELY
     if isinstance(precision, LiteralValue):
         scaled, unscaled = precision.value in framework.scaled, precision.value in framework.unscaled
@@ -52,20 +50,20 @@ def make_managed(
     elif precision is None and framework.is_float32:
         certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
-    divisor = next((v for k, v in arguments.keywords.items() if k in _DIVISORS), LiteralValue(1))
+    divisor = next((v for k, v in call.keywords.items() if k in _DIVISORS), LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
     is_engine = framework.name == "DeepSpeed"
-    weights_dtype = _dtype_of_engine(arguments) if is_engine else ""
+    weights_dtype = _dtype_of_engine(call) if is_engine else ""
     cast = AUTOCAST_PRECISIONS.get(literal_of(precision), "")
     managed = Managed(framework, certainty, divides, weights_dtype, autocast=cast)
-    if not file_number(node):
+    if not file_number(call.node):
         interpreter.managers.add(managed)
     if not is_engine:
         return managed
-    return KnownItems((managed, managed, arguments.keywords.get("training_data", managed), managed))
+    return KnownItems((managed, managed, call.keywords.get("training_data", managed), managed))
 
 
-def _dtype_of_engine(arguments: Arguments) -> str:
+def _dtype_of_engine(arguments: Call) -> str:
     """Return the 16-bit dtype that a literal configuration of DeepSpeed names; empty if it has none."""
     config = arguments.keywords.get("config")
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
@@ -75,45 +73,43 @@ def _dtype_of_engine(arguments: Arguments) -> str:
     return ""
 
 
-def managed_method(
-    interpreter: Interpreter, node: ast.Call, base: Managed, name: str, arguments: Arguments
-) -> Value:
+def managed_method(interpreter: Interpreter, call: Call, base: Managed, name: str) -> Value:
     """Interpret a method of an object that a framework manages."""
     state, framework = interpreter.state, base.framework
     if name == "backward" and framework is not None:
-        interpreter.record(ManagedBackward, node, base, arguments.get(0, "loss"))
+        interpreter.record(ManagedBackward, call.node, base, call.get(0, "loss"))
         scaled = framework.keeps_gradients and base.scales
-        new = Contribution(f"managed by {framework.name}", node)
+        new = Contribution(f"managed by {framework.name}", call.node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
-        interpreter.record(ManagedClip, node, base)
+        interpreter.record(ManagedClip, call.node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.set_fact(STAGE, Stage.UNSCALED, MANAGED, "")
     elif name == "step":
-        interpreter.record(ManagedStep, node, base)
+        interpreter.record(ManagedStep, call.node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.clear(STAGE, MANAGED)
     elif name == "zero_grad":
-        interpreter.record(ManagedZeroGrad, node, base)
+        interpreter.record(ManagedZeroGrad, call.node, base)
         state.gradients = AccumulatedGradients()
-    elif name == "update" and framework is not None and "scaler" in receiver_name(node):
-        interpreter.record(ManagedUpdate, node, base)
-    elif name == "fit" and isinstance(model := arguments.get(0, "model"), Model):
-        interpreter.record(ManagedModel, node, base, model.key)
+    elif name == "update" and framework is not None and "scaler" in receiver_name(call.node):
+        interpreter.record(ManagedUpdate, call.node, base)
+    elif name == "fit" and isinstance(model := call.get(0, "model"), Model):
+        interpreter.record(ManagedModel, call.node, base, model.key)
     elif name in _WRAPS:
         if base.scales:
-            interpreter.record(AdaptersPrepared, node, base)
-        optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
+            interpreter.record(AdaptersPrepared, call.node, base)
+        optimizers = [value for value in call.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
-            interpreter.record(ManagedModel, node, base, key)
+            interpreter.record(ManagedModel, call.node, base, key)
         wrapped = [
-            replace(base, model=value if isinstance(value, Model) else None) for value in arguments.positional
+            replace(base, model=value if isinstance(value, Model) else None) for value in call.positional
         ]
-        if wrapped and not any(isinstance(one, ast.Starred) for one in node.args):
+        if wrapped and not any(isinstance(one, ast.Starred) for one in call.node.args):
             return KnownItems(tuple(wrapped)) if len(wrapped) > 1 else wrapped[0]
     elif name == "autocast" and base.autocast:
         return Autocast(True, None, base.autocast)
-    elif name == "unwrap_model" and isinstance(inner := arguments.first, Managed):
+    elif name == "unwrap_model" and isinstance(inner := call.first, Managed):
         return inner.model or base
     return base
 
@@ -129,12 +125,10 @@ def autocast_of_trainers(interpreter: Interpreter) -> str:
     return dtypes.pop() if len(dtypes) == 1 else ""
 
 
-def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+def make_trainer(interpreter: Interpreter, call: Call) -> None:
     """Interpret a call that may give a model to a trainer; adapters have parameters of their own."""
-    trainer_arguments = arguments.get(1, "args")
-    if not isinstance(trainer_arguments, Managed) or not isinstance(
-        model := arguments.get(0, "model"), Model
-    ):
+    trainer_arguments = call.get(1, "args")
+    if not isinstance(trainer_arguments, Managed) or not isinstance(model := call.get(0, "model"), Model):
         return
-    if dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords:
-        interpreter.record(ManagedModel, node, trainer_arguments, model.key)
+    if dotted_name(call.node.func).endswith("Trainer") and "peft_config" not in call.keywords:
+        interpreter.record(ManagedModel, call.node, trainer_arguments, model.key)

@@ -48,7 +48,7 @@ from ampaudit.linter.flow.tensors import (
 from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS, NETWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    Arguments,
+    Call,
     ClassInfo,
     ContextManager,
     DeviceValue,
@@ -80,27 +80,27 @@ WITH_ADAPTERS: Final = "peft.get_peft_model"
 _TRAINS: Final = re.compile(r"backward|train_|_step$|optimi[sz]e_|learn")
 
 
-def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
+def make_model(interpreter: Interpreter, call: Call, origin: str) -> Model:
     """Create a model that is constructed or loaded here."""
-    modules = [v for v in flattened(arguments.positional) if isinstance(v, Model)]
+    modules = [v for v in flattened(call.positional) if isinstance(v, Model)]
     is_followed = origin == "torch.nn.Sequential" and any(module.instance for module in modules)
     model = Model(
-        key_of(node) + interpreter.call_path,
-        node,
+        key_of(call.node) + interpreter.call_path,
+        call.node,
         origin=origin,
-        layers=_layers(origin, arguments),
+        layers=_layers(origin, call),
         modules=tuple(modules) if is_followed else (),
     )
-    is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
+    is_quantized = "quantization_config" in call.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
-        value = arguments.keywords.get(name, UNKNOWN)
+        value = call.keywords.get(name, UNKNOWN)
         dtype = dtype_named(value) or literal_of(value)  # transformers takes its name as well
         if isinstance(dtype, str) and dtype in CAST_BY_DTYPE:
-            interpreter.state.set_fact(CAST_BY_DTYPE[dtype], node, model.key)
+            interpreter.state.set_fact(CAST_BY_DTYPE[dtype], call.node, model.key)
     return model
 
 
-def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
+def _layers(origin: str, arguments: Call) -> tuple[str, ...]:
     name = origin.rpartition(".")[2]
     if not origin.startswith("torch.nn."):
         return ()
@@ -110,14 +110,12 @@ def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
     return tuple(layer for part in parts for layer in (part or ("",)))
 
 
-def model_method(
-    interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
-) -> Value:
+def model_method(interpreter: Interpreter, call: Call, model: Model, name: str) -> Value:
     """Interpret a method of a model."""
     state = interpreter.state
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
-        _cast(interpreter, node, model, name, arguments)
-        for value in arguments.all():
+        _cast(interpreter, call, model, name)
+        for value in call.all():
             device = device_of(value)
             if device:
                 state.set_fact(DEVICE, device, model.key)
@@ -130,54 +128,54 @@ def model_method(
     if name in ("parameters", "named_parameters", "state_dict"):
         return Parameters(frozenset({model.key}))
     if name == "update_parameters":
-        interpreter.record(WeightsAveraged, node, Parameters(frozenset({model.key})))
+        interpreter.record(WeightsAveraged, call.node, Parameters(frozenset({model.key})))
         return UNKNOWN
     if name == "zero_grad":
-        zero_gradients(interpreter, node)
+        zero_gradients(interpreter, call.node)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
-        interpreter.record(Clip, node, name, arguments)
+        interpreter.record(Clip, call.node, name, call)
         return UNKNOWN
     if name == "no_sync":
         return ContextManager("no_sync")
     if name == "requires_grad_":
-        freeze(interpreter, model.key, arguments.get(0, "requires_grad"))
+        freeze(interpreter, model.key, call.get(0, "requires_grad"))
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
     if name == "add_adapter" and state.known_at(HALF_WEIGHTS, model.key) is not None:
         freeze(interpreter, model.key, None)  # diffusers and transformers cast adapters to the weights' dtype
     if model.instance is None and model.key.startswith("name ") and name not in _WITHOUT_FORWARD:
-        model = guessed_model(interpreter, node, model, arguments, name)
+        model = guessed_model(interpreter, call, model, name)
     if _TRAINS.search(name) and method_of(model, name) is None:
         unknown_backward(interpreter)
         return UNKNOWN
     if name in _WITHOUT_FORWARD or "optim" in name:
         return UNKNOWN
     method = "forward" if name in ("forward", "__call__") else name
-    returned = call_model(interpreter, node, model, arguments, method)
+    returned = call_model(interpreter, call, model, method)
     if method == "forward" or not isinstance(returned, Tensor) or method_of(model, method) is not None:
         return returned
     return Tensor(computed_under=returned.computed_under)  # what it returns may be of several graphs
 
 
-def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
-    dtype = requested_dtype(name, arguments)
+def _cast(interpreter: Interpreter, call: Call, model: Model, name: str) -> None:
+    dtype = requested_dtype(name, call)
     if dtype == "float16":
-        interpreter.record(PrecisionChosen, node)
+        interpreter.record(PrecisionChosen, call.node)
     if dtype:
         in_loop = any(guard.kind == "loop" for guard in interpreter.point.guards)
         halved = interpreter.state.known_at(HALVED_IN_LOOP, model.key)
         if dtype == "float32" and halved is not None:
-            interpreter.record(WeightsRounded, node, model.key, halved)
-        halved = node if dtype == "float16" and in_loop else None
+            interpreter.record(WeightsRounded, call.node, model.key, halved)
+        halved = call.node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
-        cast_weights(interpreter, model.key, dtype, node)
+        cast_weights(interpreter, model.key, dtype, call.node)
         if model.origin == WITH_ADAPTERS:  # casts what is trained as well
             interpreter.state.set_fact(FROZEN, None, model.key)
-    elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
-        interpreter.state.set_fact(HALF_WEIGHTS, PerhapsHalf(node), model.key)
+    elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in call.all()):
+        interpreter.state.set_fact(HALF_WEIGHTS, PerhapsHalf(call.node), model.key)
     elif (
-        any(value is UNKNOWN or isinstance(value, DtypeChoice) for value in arguments.all())
+        any(value is UNKNOWN or isinstance(value, DtypeChoice) for value in call.all())
         and interpreter.state.get(HALF_WEIGHTS, model.key) is not None
     ):
         interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
@@ -208,98 +206,92 @@ def with_adapters(interpreter: Interpreter, node: ast.Call, model: Model) -> Mod
     return adapted
 
 
-def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
+def make_instance(interpreter: Interpreter, call: Call, info: ClassInfo) -> Value:
     """Create an instance of a class of the file."""
     if info.derives("Optimizer"):
         return UNKNOWN
-    instance = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
+    instance = Instance(f"{info.node.name} {key_of(call.node)}{interpreter.call_path}", info)
     start, half = info.method("__init__"), None
     if start is not None and info.is_relevant:
         half, interpreter.half_parameter = interpreter.half_parameter, None
-        inline_call(interpreter, start, node, arguments.named(), instance)
+        inline_call(interpreter, start, call.node, call.named(), instance)
         half, interpreter.half_parameter = interpreter.half_parameter, half
     elif start is None:
-        bind_fields(interpreter, instance, arguments)
+        bind_fields(interpreter, instance, call)
     if info.is_module:
-        model = make_model(interpreter, node, info.node.name, arguments)
+        model = make_model(interpreter, call, info.node.name)
         if half is not None:
             interpreter.state.set_fact(HALF_WEIGHTS, half, model.key)
         return replace(model, instance=instance)
     return instance
 
 
-def call_model(
-    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str = "forward"
-) -> Value:
+def call_model(interpreter: Interpreter, call: Call, model: Model, method: str = "forward") -> Value:
     """Interpret a forward pass, or another method, under the current autocast context."""
     cast = autocast_dtype(interpreter) if applies_to_device(interpreter, model) else ""
-    root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
-    tensors = [value for value in flattened(arguments.all()) if isinstance(value, Tensor)]
+    root = f"{model.key} at {key_of(call.node)}{interpreter.call_path}"
+    tensors = [value for value in flattened(call.all()) if isinstance(value, Tensor)]
     is_unsure = any(tensor.model_calls is None and tensor.node is not None for tensor in tensors)
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
     if model.instance is None:
-        call_op(interpreter, node, "torch.nn.Module", arguments.all())
+        call_op(interpreter, call.node, "torch.nn.Module", call.all())
     weights_dtype = _weights_dtype(interpreter, model)
     if model.layers and model.layers[0] in MATRIX_LAYERS:
         has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
         is_cast = any(interpreter.state.get(kind, model.key) is not None for kind in CAST_BY_DTYPE.values())
         known = weights_dtype if is_cast or has_dtype else "" if interpreter.point.weights else "float32"
-        check_input(interpreter, node, model.layers[0], arguments, known)
+        check_input(interpreter, call, model.layers[0], known)
     elif model.origin.startswith(NETWORKS):
-        check_input(interpreter, node, "Model", arguments, weights_dtype)
+        check_input(interpreter, call, "Model", weights_dtype)
     place = interpreter.point
-    interpreter.record(ModelCall, node, model, place.autocast, place.grad_modes)
+    interpreter.record(ModelCall, call.node, model, place.autocast, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
-        model = guessed_model(interpreter, node, model, arguments, method)
+        model = guessed_model(interpreter, call, model, method)
     weights = weights_dtype or place.weights
-    value: Value = arguments.first
+    value: Value = call.first
     if model.modules:
         with interpreter.entered(place._replace(weights=weights)):
             for module in model.modules:
-                value = call_model(interpreter, node, module, Arguments([value], {}, node))
+                value = call_model(interpreter, Call([value], {}, call.node), module)
         return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
-            k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
+            k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in call.named().items()
         }
         with interpreter.entered(place._replace(weights=weights)):
-            returned = inline_call(interpreter, info, node, given_here, model.instance)
-        return _from_model(returned, cast, model_calls, node)
+            returned = inline_call(interpreter, info, call.node, given_here, model.instance)
+        return _from_model(returned, cast, model_calls, call.node)
     return Tensor(
-        dtype=_dtype_of_output(interpreter, model, arguments, cast),
+        dtype=_dtype_of_output(interpreter, model, call, cast),
         weights_dtype=weights_dtype,
         computed_under=cast,
         model_calls=model_calls,
-        node=node,
+        node=call.node,
     )
 
 
-def guessed_model(
-    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str
-) -> Model:
+def guessed_model(interpreter: Interpreter, call: Call, model: Model, method: str) -> Model:
     """Return a model that is created elsewhere as an instance of the only model class of the file."""
     root = interpreter.point.script.root_module
     forward = None if root is None else root.method(method)
-    if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
+    if root is None or forward is None or len(call.all()) > len(forward.node.args.args) - 1:
         return model
     interpreter.guesses = True
     guessed, start = Instance(f"class {root.node.name}", root), root.method("__init__")
     if start is not None and guessed.key not in interpreter.state.scopes:
-        inline_call(interpreter, start, node, {}, guessed)
+        inline_call(interpreter, start, call.node, {}, guessed)
     return replace(model, instance=guessed)
 
 
-def check_input(
-    interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, weights_dtype: str
-) -> None:
+def check_input(interpreter: Interpreter, call: Call, name: str, weights_dtype: str) -> None:
     """Let the rules compare the dtype of weights with that of an input, where autocast casts neither."""
-    first = arguments.first
+    first = call.first
     # in a method, a layer may be float32 only until its model is cast
     is_certain = isinstance(first, Tensor) and (first.computed_under != "" or weights_dtype != "float32")
     if interpreter.point.autocast.enabled is False and weights_dtype and is_certain:
-        call_op(interpreter, node, f"torch.nn.{name}", [first, Tensor(dtype=weights_dtype)])
+        call_op(interpreter, call.node, f"torch.nn.{name}", [first, Tensor(dtype=weights_dtype)])
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
@@ -325,7 +317,7 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
     )
 
 
-def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Arguments, cast: str) -> str:
+def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Call, cast: str) -> str:
     """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
     input_dtype = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
     # of the model that is followed; a layer that takes float32 was cast back
@@ -373,32 +365,30 @@ def applies_to_device(interpreter: Interpreter, model: Model) -> bool:
     )
 
 
-def optimizer_method(
-    interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
-) -> Value:
+def optimizer_method(interpreter: Interpreter, call: Call, optimizer: Optimizer, name: str) -> Value:
     """Interpret a method of an optimizer."""
     state = interpreter.state
     if name == "step":
-        if arguments.all():  # a closure runs backward
+        if call.all():  # a closure runs backward
             state.gradients = UNKNOWN_GRADIENTS
             state.reach(Phase.FRESH)
-        interpreter.record(OptimizerStep, node, optimizer, interpreter.point.autocast)
+        interpreter.record(OptimizerStep, call.node, optimizer, interpreter.point.autocast)
         contributions = state.gradients.known
         if contributions and not any(item.scaler for item in contributions):
             state.gradients = AccumulatedGradients()  # what is left of them is no other step's loss
         state.reach(Phase.BYPASSED)
     elif name == "zero_grad":
-        zero_gradients(interpreter, node, optimizer.key)
+        zero_gradients(interpreter, call.node, optimizer.key)
     elif name == "state_dict":
         return StateDict("optimizer", optimizer.key)
-    elif name == "load_state_dict" and not isinstance(arguments.get(0, "state_dict"), StateDict):
-        interpreter.record(OptimizerRestored, node)  # from another run
+    elif name == "load_state_dict" and not isinstance(call.get(0, "state_dict"), StateDict):
+        interpreter.record(OptimizerRestored, call.node)  # from another run
     return UNKNOWN
 
 
-def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
+def optimizer_value(interpreter: Interpreter, call: Call, name: str) -> Optimizer:
     """Interpret the construction of an optimizer; the name is empty for classes of other packages."""
-    parameters = arguments.get(0, "params")
+    parameters = call.get(0, "params")
     if isinstance(parameters, KnownItems):
         groups = (g.item("params") if isinstance(g, DictLiteral) else g for g in parameters.items)
         parameters = item_of(
@@ -407,8 +397,8 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     models = parameters.models if isinstance(parameters, Parameters) and not parameters.is_copy else None
     if isinstance(parameters, Model):  # of which timm takes the parameters
         models = frozenset({parameters.key})
-    optimizer = Optimizer(key_of(node) + interpreter.call_path, name, models)
-    interpreter.record(OptimizerMade, node, optimizer, arguments)
+    optimizer = Optimizer(key_of(call.node) + interpreter.call_path, name, models)
+    interpreter.record(OptimizerMade, call.node, optimizer, call)
     if models:
         interpreter.models_by_optimizer[optimizer.key] = models
     return optimizer
@@ -417,22 +407,20 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
 _KEEPS: Final = frozenset("detach clone contiguous cpu cuda to data values items requires_grad_".split())
 
 
-def copies_method(
-    interpreter: Interpreter, node: ast.Call, copies: Parameters, name: str, arguments: Arguments
-) -> Value:
+def copies_method(interpreter: Interpreter, call: Call, copies: Parameters, name: str) -> Value:
     """Interpret a method of weights or of copies of them."""
-    dtype = requested_dtype(name, arguments)
+    dtype = requested_dtype(name, call)
     if dtype:
-        cast = node if dtype in ("float16", "bfloat16") else None
+        cast = call.node if dtype in ("float16", "bfloat16") else None
         return replace(copies, dtype=dtype, cast=cast, is_copy=True)
     if name == "requires_grad_":
         for model in copies.models or ():
-            freeze(interpreter, model, arguments.get(0, "requires_grad"))
+            freeze(interpreter, model, call.get(0, "requires_grad"))
     if name == "mul_":
         return replace(copies, decayed=True)
     added = name in ("add_", "addcmul_") and copies.decayed
-    if added or name == "lerp_" or (name in ("copy_", "add_", "sub_") and _averages_itself(node)):
-        interpreter.record(WeightsAveraged, node, copies)
+    if added or name == "lerp_" or (name in ("copy_", "add_", "sub_") and _averages_itself(call.node)):
+        interpreter.record(WeightsAveraged, call.node, copies)
         return copies
     if name in ("detach", "clone"):
         return replace(copies, is_copy=True)

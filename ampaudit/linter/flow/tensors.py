@@ -24,8 +24,8 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
-    Arguments,
     Autocast,
+    Call,
     DtypeChoice,
     ImportedName,
     KnownItems,
@@ -200,49 +200,47 @@ def common_scale(values: Sequence[Value]) -> str:
     return next(iter(kinds)) if len(kinds) == 1 else MAYBE
 
 
-def tensor_method(
-    interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
-) -> Value:
+def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str) -> Value:
     """Interpret a method of a tensor."""
-    interpreter.record_dtypes(node, [base])
+    interpreter.record_dtypes(call.node, [base])
     if name == "backward":
-        return backward(interpreter, node, base)
+        return backward(interpreter, call.node, base)
     if name in ("item", "tolist", "numpy"):
-        interpreter.record(NumberRead, node, base)
+        interpreter.record(NumberRead, call.node, base)
         if name != "numpy":
             return UNSCALED_TENSOR
     if name in ("size", "numel", "dim"):
-        return NUMBER if arguments.all() or name != "size" else KnownItems((NUMBER,), repeated=True)
+        return NUMBER if call.all() or name != "size" else KnownItems((NUMBER,), repeated=True)
     if name in ("detach", "detach_"):
-        return base._replace(model_calls=frozenset(), is_detached=True, node=node)
-    dtype = requested_dtype(name, arguments)
-    if name in ("to", "type") and not dtype and _may_cast(arguments):
+        return base._replace(model_calls=frozenset(), is_detached=True, node=call.node)
+    dtype = requested_dtype(name, call)
+    if name in ("to", "type") and not dtype and _may_cast(call):
         base = base._replace(dtype="")
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
     if dtype:
-        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
-        rounded = node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
-        up = node if dtype == "float32" else None
-        return base._replace(dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=node)
+        receiver = call.node.func.value if isinstance(call.node.func, ast.Attribute) else call.node
+        rounded = call.node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
+        up = call.node if dtype == "float32" else None
+        return base._replace(dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=call.node)
     if name in ("matmul", "mm", "bmm"):
-        return matrix_product(interpreter, node, [base, *arguments.positional])
-    call_op(interpreter, node, f"torch.{name}", [base, *arguments.all()])
-    chosen = arguments.keywords.get("dtype")
+        return matrix_product(interpreter, call.node, [base, *call.positional])
+    call_op(interpreter, call.node, f"torch.{name}", [base, *call.all()])
+    chosen = call.keywords.get("dtype")
     if name == "sigmoid":
-        return base._replace(sigmoid=node, upcast=None, node=node)
+        return base._replace(sigmoid=call.node, upcast=None, node=call.node)
     if name in MAKES_LIKE:
-        return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=node)
+        return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=call.node)
     if name in WRITES_SAME_DTYPE:
         return base
     if name in ("div", "mul", "div_", "mul_"):
-        return base._replace(divided=True, upcast=None, node=node)
+        return base._replace(divided=True, upcast=None, node=call.node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
-        return base._replace(upcast=None, node=node)
+        return base._replace(upcast=None, node=call.node)
     if keeps_dtype(interpreter, name) and chosen is None:
-        return base._replace(node=node)
+        return base._replace(node=call.node)
     dtype = dtype_named(chosen) if chosen is not None else dtype_of_result(interpreter, name)
-    return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=None, node=node)
+    return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=None, node=call.node)
 
 
 def follows_operands(interpreter: Interpreter) -> bool:
@@ -265,7 +263,7 @@ def dtype_of_result(interpreter: Interpreter, name: str) -> str:
     return "float32" if name in AUTOCAST_FLOAT32 and interpreter.point.autocast.enabled is True else ""
 
 
-def requested_dtype(name: str, arguments: Arguments) -> str:
+def requested_dtype(name: str, arguments: Call) -> str:
     """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
     if name in ("to", "type"):
         return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
@@ -273,7 +271,7 @@ def requested_dtype(name: str, arguments: Arguments) -> str:
     return names.get(name, "")
 
 
-def _may_cast(arguments: Arguments) -> bool:
+def _may_cast(arguments: Call) -> bool:
     """Return whether a call of ``to`` has an argument that may be a dtype or a tensor, and no device."""
     first = arguments.node.args[:1]
     return (

@@ -435,12 +435,12 @@ class ContextManager:
 
 
 @value_class(frozen=True, slots=True)
-class Arguments:
-    """The arguments of a call.
+class Call:
+    """A call with the values of its arguments.
 
     Attributes:
-        positional: Values by position.
-        keywords: Values by name.
+        positional: Values of arguments by position.
+        keywords: Values of arguments by name.
         node: Call expression.
     """
 
@@ -460,7 +460,7 @@ class Arguments:
         return self.positional[0] if self.positional else UNKNOWN
 
     def all(self) -> list[Value]:
-        """Return all values."""
+        """Return the values of all arguments."""
         return [*self.positional, *self.keywords.values()]
 
     def named(self) -> dict[str, Value]:

@@ -21,7 +21,7 @@ from ampaudit.linter.flow.statement_context import (
 from ampaudit.linter.flow.syntax import mentions, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
-from ampaudit.linter.flow.values import MAYBE, UNKNOWN, UNSCALED, Arguments, Parameters, ScaleReading
+from ampaudit.linter.flow.values import MAYBE, UNKNOWN, UNSCALED, Call, Parameters, ScaleReading
 from ampaudit.linter.rules.rule import rule
 
 
@@ -97,7 +97,7 @@ def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     )
 
 
-def _others_unscaled(flow: Interpreter, arguments: Arguments) -> bool:
+def _others_unscaled(flow: Interpreter, arguments: Call) -> bool:
     """Return whether only optimizers of other models than the clipped ones were unscaled."""
     parameters = arguments.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
