@@ -9,20 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number, key_of
-from ampaudit.linter.flow import gradients, objects, tensors
-from ampaudit.linter.flow.events import (
-    ApexInitialized,
-    AutocastMade,
-    CheckpointSaved,
-    Clip,
-    HalfLayer,
-    LossCalled,
-    LossInside,
-    NumberRead,
-    ScalerMade,
-    UnknownEffect,
-    WeightsAveraged,
-)
+from ampaudit.linter.flow import events, gradients, objects, tensors
 from ampaudit.linter.flow.gradients import gradient_method, scaler_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.interpreter import Interpreter
@@ -104,7 +91,7 @@ def call_imported(interpreter: Interpreter, call: Call, path: str) -> Value:
     if path in SCALERS:
         return make_scaler(interpreter, call, path)
     if name in _CLIPS:
-        interpreter.record(Clip, call.node, path, call)
+        interpreter.record(events.Clip, call.node, path, call)
         return UNKNOWN
     if path.startswith("torch."):
         return _call_torch(interpreter, call, path, name)
@@ -112,7 +99,7 @@ def call_imported(interpreter: Interpreter, call: Call, path: str) -> Value:
         if path in framework.constructors:
             return make_managed(interpreter, call, framework)
     if path == "apex.amp.initialize":
-        interpreter.record(ApexInitialized, call.node, call.get(0, "models"))
+        interpreter.record(events.ApexInitialized, call.node, call.get(0, "models"))
     if makes_optimizer(path):
         return objects.optimizer_value(interpreter, call, "")
     if makes_model(path):
@@ -144,7 +131,7 @@ def _call_torch(interpreter: Interpreter, call: Call, path: str, name: str) -> V
     made_in = call.keywords.get("dtype", UNKNOWN)
     is_class = name[:1].isupper()
     if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
-        interpreter.record(HalfLayer, call.node)
+        interpreter.record(events.HalfLayer, call.node)
     if path == "torch.outer" or (path == "torch.einsum" and not _sums(call.get(0, "equation"))):
         return tensors.outer_product(interpreter, call.node, call.all())
     if path in MATRIX_PRODUCTS:
@@ -197,7 +184,7 @@ def _function(interpreter: Interpreter, call: Call, path: str, name: str) -> Val
         return gradient_method(interpreter, call.node, name)
     averages = item_of(call.get(0, "self") or UNKNOWN)
     if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        interpreter.record(WeightsAveraged, call.node, averages)
+        interpreter.record(events.WeightsAveraged, call.node, averages)
     tensors.call_op(interpreter, call.node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
         default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
@@ -250,7 +237,7 @@ def _context(kind: str) -> Handler:
 def _save(interpreter: Interpreter, call: Call) -> Value:
     what = call.get(0, "obj")
     if isinstance(what, DictLiteral):
-        interpreter.record(CheckpointSaved, call.node, what)
+        interpreter.record(events.CheckpointSaved, call.node, what)
     return UNKNOWN
 
 
@@ -301,7 +288,7 @@ _BY_PATH: Final[dict[str, Handler]] = {
 def _call_builtin(interpreter: Interpreter, call: Call, name: str) -> Value:
     first = call.first
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
-        interpreter.record(NumberRead, call.node, first)
+        interpreter.record(events.NumberRead, call.node, first)
         return UNSCALED_TENSOR
     if name == "str" and isinstance(first, DeviceValue) and first.has_index:
         return LiteralValue(f"{first.type}:0")
@@ -346,12 +333,12 @@ def unknown_call(interpreter: Interpreter, call: Call, name: str) -> Value:
     for value in values if last in _LOGS else ():
         for entry in _items_of_dict(value):
             if isinstance(entry, Tensor):
-                interpreter.record(NumberRead, call.node, entry)
+                interpreter.record(events.NumberRead, call.node, entry)
     # what gets neither a scaler nor what may hold one cannot unscale
     may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
     gets_weights = any(isinstance(value, Parameters | Model) for value in values)
     if _CLIPS_GRADIENTS.search(last.lower()) and gets_weights and not may_unscale:
-        interpreter.record(Clip, call.node, name, call, Certainty.LIKELY)
+        interpreter.record(events.Clip, call.node, name, call, Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
     state_dict = next((value for value in values if isinstance(value, StateDict)), None)
@@ -389,7 +376,7 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
     handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
     if reaches or trains:
-        interpreter.record(UnknownEffect, interpreter.statement or interpreter.point.script.tree)
+        interpreter.record(events.UnknownEffect, interpreter.statement or interpreter.point.script.tree)
         weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
         state.assume_any_step()
         state.gradients = weakened
@@ -405,7 +392,7 @@ _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
 def make_autocast(interpreter: Interpreter, call: Call, device: str | None) -> Autocast:
     """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     if device is None:
-        interpreter.judge(interpreter.event(AutocastMade, call.node, call))
+        interpreter.record(events.AutocastMade, call.node, call)
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     values: dict[str, Value | None] = {name: call.get(i, name) for i, name in enumerate(names)}
     device_type = device_of(values.get("device_type")) if device is None else device
@@ -451,7 +438,7 @@ def make_scaler(interpreter: Interpreter, call: Call, path: str) -> Value:
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if device_value is None else device_of(device_value)
     scaler = Scaler(key, call.node, enabled, text, device, "Sharded" in path)
-    interpreter.record(ScalerMade, call.node, scaler)
+    interpreter.record(events.ScalerMade, call.node, scaler)
     if not any(info.is_property for info in interpreter.point.stack):  # made where it is first used
         interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
@@ -463,14 +450,14 @@ def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]
     tensors_here = [value for value in values if isinstance(value, Tensor)]
     outside = frozenset(id(v.node) for v in tensors_here if not (v.computed_under or v.weights_dtype))
     if outside and autocast.enabled is True and autocast.explicit:
-        interpreter.record(LossInside, node, outside)
+        interpreter.record(events.LossInside, node, outside)
 
 
 def call_loss_function(interpreter: Interpreter, call: Call, loss: LossFunction) -> Value:
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in call.all() if isinstance(value, Tensor)]
     record_loss(interpreter, call.node, tensor_arguments)
-    interpreter.judge(interpreter.event(LossCalled, call.node, loss, call.first, interpreter.point.autocast))
+    interpreter.record(events.LossCalled, call.node, loss, call.first)
     computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     return Tensor(

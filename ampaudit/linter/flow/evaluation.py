@@ -6,16 +6,8 @@ import ast
 from dataclasses import replace
 from typing import Final
 
+from ampaudit.linter.flow import events
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.events import (
-    AutocastEntered,
-    GradientRead,
-    NumberRead,
-    PrecisionChosen,
-    ScaleCompared,
-    UnknownEffect,
-    WeightsAveraged,
-)
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, Handlers, Interpreter, ProgramPoint
 from ampaudit.linter.flow.objects import cast_weights, freeze, mixes
@@ -122,7 +114,7 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
         if mixes(target, node.value):
             average = interpreter.evaluate(target)
             if isinstance(average, Parameters):
-                interpreter.record(WeightsAveraged, node, average)
+                interpreter.record(events.WeightsAveraged, node, average)
         interpreter.assign(target, value)
         if isinstance(target, ast.Subscript):
             _assign_item(interpreter, node, target, value)
@@ -150,7 +142,7 @@ def _assign_attribute(
             elif isinstance(value, Parameters) and value.dtype:
                 cast_weights(interpreter, model, value.dtype, node)
     if target.attr == "grad" and not (isinstance(value, LiteralValue) and value.value is None):
-        interpreter.record(UnknownEffect, target)
+        interpreter.record(events.UnknownEffect, target)
         interpreter.state.assume_any_step()  # the new gradient may be of any scale
 
 
@@ -177,7 +169,7 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
     weights = interpreter.evaluate(node.target)
     if isinstance(weights, Parameters):
         if isinstance(node.op, ast.Add) and weights.decayed:
-            interpreter.record(WeightsAveraged, node, weights)
+            interpreter.record(events.WeightsAveraged, node, weights)
         target = node.target
         owner = target.value if isinstance(target, ast.Attribute) and target.attr == "data" else target
         interpreter.assign(owner, replace(weights, decayed=isinstance(node.op, ast.Mult)))
@@ -217,7 +209,7 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
                 interpreter.enter(UNKNOWN_AUTOCAST)
                 interpreter.enter(ContextManager("unsure"))
             if isinstance(value, Autocast):
-                interpreter.record(AutocastEntered, item.context_expr, value, node)
+                interpreter.record(events.AutocastEntered, item.context_expr, value, node)
             if item.optional_vars is not None:
                 interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
         calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
@@ -404,7 +396,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         if isinstance(value, LiteralValue):
             interpreter.record_number(side, value)
         elif isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
-            interpreter.record(GradientRead, side)
+            interpreter.record(events.GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         unscales = isinstance(right, ScaleReading) or mentions(node.right, "scale")
         return UNKNOWN if unscales else left
@@ -470,7 +462,7 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     if is_none_test and isinstance(left, Scaler) and interpreter.state.holds_scaler(left):
         return LiteralValue(isinstance(node.ops[0], ast.IsNot), is_given=True)
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-        interpreter.record(ScaleCompared, node)
+        interpreter.record(events.ScaleCompared, node)
     operands = (left, *others)
     if any(isinstance(value, Remainder) for value in operands):
         return Remainder()
@@ -491,7 +483,7 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
         other = interpreter.evaluate(node.orelse)
     interpreter.path_state = join(then, interpreter.path_state)
     if isinstance(one, Function) and isinstance(other, Function):
-        interpreter.record(PrecisionChosen, node)
+        interpreter.record(events.PrecisionChosen, node)
     return join_values(one, other)
 
 
@@ -576,7 +568,7 @@ def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
     for part in node.values:
         value = interpreter.evaluate(part)
         if isinstance(value, Tensor):
-            interpreter.record(NumberRead, part, value)
+            interpreter.record(events.NumberRead, part, value)
     start = node.values[0] if node.values else None
     text = start.value if isinstance(start, ast.Constant) else ""
     # a device with some index, as in f"cuda:{rank}"

@@ -41,11 +41,13 @@ class Event:
         node: Expression.
         guards: Guards around it, outermost first.
         statement: Statement that contains it.
+        autocast: Innermost autocast context around it.
     """
 
     node: ast.AST
     guards: tuple[Guard, ...]
     statement: ast.stmt | None
+    autocast: Autocast
 
     @property
     def loop(self) -> ast.AST | None:
@@ -112,7 +114,6 @@ class Backward(Event):
     """A backward pass."""
 
     loss: Tensor
-    autocast: Autocast
 
 
 @value_class(frozen=True, slots=True)
@@ -168,7 +169,6 @@ class StepEvent(Event):
     """A step; ``target`` is ``None`` if the optimizer is not known."""
 
     target: Optimizer | None
-    autocast: Autocast
 
     @property
     def optimizer(self) -> str:
@@ -284,7 +284,6 @@ class ModelCall(Event):
     """A call of a model."""
 
     model: Model
-    autocast: Autocast
     grad_modes: tuple[str, ...]
 
     @property
@@ -349,7 +348,6 @@ class OpEvaluated(Event):
 
     path: str
     tensors: tuple[Tensor, ...]
-    autocast: Autocast
 
     @property
     def name(self) -> str:
@@ -363,7 +361,6 @@ class LossCalled(Event):
 
     loss: LossFunction
     outputs: Value
-    autocast: Autocast
 
 
 @value_class(frozen=True, slots=True)

@@ -6,19 +6,7 @@ import ast
 from dataclasses import replace
 from typing import Final
 
-from ampaudit.linter.flow.events import (
-    Backward,
-    GradientNorm,
-    GradientRead,
-    ScalerRestored,
-    ScalerSaved,
-    ScalerScale,
-    ScalerStep,
-    ScalerUnscale,
-    ScalerUpdate,
-    UnknownBackward,
-    ZeroGrad,
-)
+from ampaudit.linter.flow import events
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import (
     PERHAPS,
@@ -66,7 +54,7 @@ _HARMLESS_ON_GRADIENTS: Final = frozenset(
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor) -> Value:
     """Interpret ``loss.backward()``."""
     state = interpreter.state
-    interpreter.record(Backward, node, loss, interpreter.point.autocast)
+    interpreter.record(events.Backward, node, loss)
     if loss.scaler_key == MAYBE:
         state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not state.is_unscaled:
@@ -85,7 +73,7 @@ def unknown_backward(interpreter: Interpreter) -> None:
     """Interpret a backward pass of unknown code, which may scale the loss."""
     interpreter.state.gradients = UNKNOWN_GRADIENTS
     interpreter.state.life = Life()
-    interpreter.record(UnknownBackward, interpreter.statement or interpreter.point.script.tree)
+    interpreter.record(events.UnknownBackward, interpreter.statement or interpreter.point.script.tree)
 
 
 def autograd_grad(interpreter: Interpreter, call: Call) -> Value:
@@ -101,21 +89,21 @@ def use_loss_gradients(interpreter: Interpreter, node: ast.AST, gradients: LossG
     """Interpret a function or an operator, by name, of what ``torch.autograd.grad`` returned."""
     if name not in _NORMS:
         return gradients
-    interpreter.record(GradientNorm, node, gradients)
+    interpreter.record(events.GradientNorm, node, gradients)
     return Tensor(scaler_key=gradients.scaler_key, node=node)
 
 
 def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
     """Interpret a method of ``p.grad``."""
     if name not in _HARMLESS_ON_GRADIENTS:
-        interpreter.record(GradientRead, node, name in _KEEPS_GRADIENT)
+        interpreter.record(events.GradientRead, node, name in _KEEPS_GRADIENT)
     return GradAttribute() if name in _KEEPS_GRADIENT else UNSCALED_TENSOR
 
 
 def zero_gradients(interpreter: Interpreter, node: ast.Call, optimizer: str = "") -> None:
     """Interpret ``zero_grad()`` of an optimizer, by key, or of a model."""
     state = interpreter.state
-    interpreter.record(ZeroGrad, node, optimizer)
+    interpreter.record(events.ZeroGrad, node, optimizer)
     state.gradients = AccumulatedGradients()
     # a step would be wrong after an early update as well; another optimizer may still have gradients
     if state.life.phase not in (Phase.EARLY, Phase.UPDATED) and has_single_optimizer(interpreter):
@@ -136,7 +124,7 @@ def scaler_method(interpreter: Interpreter, call: Call, scaler: Scaler, name: st
         scaler = replace(scaler, enabled=False)  # the setting that is off may have switched it off as well
     if name == "scale":
         outputs = call.get(0, "outputs")
-        interpreter.record(ScalerScale, call.node, scaler, outputs)
+        interpreter.record(events.ScalerScale, call.node, scaler, outputs)
         interpreter.state.set_fact(UNUSED, None, scaler.key)
         return _scaled(outputs or UNKNOWN, scaler)
     if name == "step":
@@ -144,14 +132,14 @@ def scaler_method(interpreter: Interpreter, call: Call, scaler: Scaler, name: st
     elif name == "unscale_":
         _unscale(interpreter, call.node, scaler, call.get(0, "optimizer"))
     elif name == "update":
-        interpreter.record(ScalerUpdate, call.node, scaler, call.get(0, "new_scale"))
+        interpreter.record(events.ScalerUpdate, call.node, scaler, call.get(0, "new_scale"))
         if scaler.enabled is not False:
             _update(interpreter, call.node, scaler)
     elif name == "state_dict":
-        interpreter.record(ScalerSaved, call.node, scaler)
+        interpreter.record(events.ScalerSaved, call.node, scaler)
         return StateDict("scaler", scaler.key)
     elif name == "load_state_dict":
-        interpreter.record(ScalerRestored, call.node, scaler)
+        interpreter.record(events.ScalerRestored, call.node, scaler)
     elif name == "is_enabled" and scaler.enabled is not None:
         return LiteralValue(scaler.enabled, is_given=True)
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
@@ -176,7 +164,7 @@ def _step(interpreter: Interpreter, call: Call, scaler: Scaler) -> None:
     )
     if scaler.enabled is not False and has_closure:  # which runs backward
         state.assume_any_step()
-    interpreter.record(ScalerStep, call.node, optimizer, interpreter.point.autocast, scaler, has_closure)
+    interpreter.record(events.ScalerStep, call.node, optimizer, scaler, has_closure)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is False:
@@ -191,7 +179,7 @@ def _step(interpreter: Interpreter, call: Call, scaler: Scaler) -> None:
 
 def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, target: Value | None) -> None:
     state, optimizer = interpreter.state, target if isinstance(target, Optimizer) else None
-    interpreter.record(ScalerUnscale, node, scaler, optimizer)
+    interpreter.record(events.ScalerUnscale, node, scaler, optimizer)
     if optimizer is None:
         state.assume_any_step()
     elif scaler.enabled is not False and state.get(STAGE, scaler.key, optimizer.key) is not Stage.STEPPED:

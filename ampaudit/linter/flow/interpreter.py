@@ -68,7 +68,7 @@ class LintRule:
 
 
 P = ParamSpec("P")
-EventKind: TypeAlias = Callable[Concatenate[ast.AST, tuple[Guard, ...], "ast.stmt | None", P], Event]
+EventKind: TypeAlias = Callable[Concatenate[ast.AST, tuple[Guard, ...], ast.stmt | None, Autocast, P], Event]
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
@@ -208,7 +208,8 @@ class Interpreter:
 
     def event(self, kind: EventKind[P], node: ast.AST, *details: P.args, **named: P.kwargs) -> Event:
         """Return an event at a node, where the flow is."""
-        return kind(self._reported(node), self.point.guards, self.statement, *details, **named)
+        place, point = self._reported(node), self.point
+        return kind(place, point.guards, self.statement, point.autocast, *details, **named)
 
     def _reported(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""

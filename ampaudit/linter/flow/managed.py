@@ -7,15 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.events import (
-    AdaptersPrepared,
-    ManagedBackward,
-    ManagedClip,
-    ManagedModel,
-    ManagedStep,
-    ManagedUpdate,
-    ManagedZeroGrad,
-)
+from ampaudit.linter.flow import events
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
@@ -77,31 +69,31 @@ def managed_method(interpreter: Interpreter, call: Call, base: Managed, name: st
     """Interpret a method of an object that a framework manages."""
     state, framework = interpreter.state, base.framework
     if name == "backward" and framework is not None:
-        interpreter.record(ManagedBackward, call.node, base, call.get(0, "loss"))
+        interpreter.record(events.ManagedBackward, call.node, base, call.get(0, "loss"))
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", call.node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
-        interpreter.record(ManagedClip, call.node, base)
+        interpreter.record(events.ManagedClip, call.node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.set_fact(STAGE, Stage.UNSCALED, MANAGED, "")
     elif name == "step":
-        interpreter.record(ManagedStep, call.node, base)
+        interpreter.record(events.ManagedStep, call.node, base)
         state.gradients = UNKNOWN_GRADIENTS
         state.clear(STAGE, MANAGED)
     elif name == "zero_grad":
-        interpreter.record(ManagedZeroGrad, call.node, base)
+        interpreter.record(events.ManagedZeroGrad, call.node, base)
         state.gradients = AccumulatedGradients()
     elif name == "update" and framework is not None and "scaler" in receiver_name(call.node):
-        interpreter.record(ManagedUpdate, call.node, base)
+        interpreter.record(events.ManagedUpdate, call.node, base)
     elif name == "fit" and isinstance(model := call.get(0, "model"), Model):
-        interpreter.record(ManagedModel, call.node, base, model.key)
+        interpreter.record(events.ManagedModel, call.node, base, model.key)
     elif name in _WRAPS:
         if base.scales:
-            interpreter.record(AdaptersPrepared, call.node, base)
+            interpreter.record(events.AdaptersPrepared, call.node, base)
         optimizers = [value for value in call.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
-            interpreter.record(ManagedModel, call.node, base, key)
+            interpreter.record(events.ManagedModel, call.node, base, key)
         wrapped = [
             replace(base, model=value if isinstance(value, Model) else None) for value in call.positional
         ]
@@ -131,4 +123,4 @@ def make_trainer(interpreter: Interpreter, call: Call) -> None:
     if not isinstance(trainer_arguments, Managed) or not isinstance(model := call.get(0, "model"), Model):
         return
     if dotted_name(call.node.func).endswith("Trainer") and "peft_config" not in call.keywords:
-        interpreter.record(ManagedModel, call.node, trainer_arguments, model.key)
+        interpreter.record(events.ManagedModel, call.node, trainer_arguments, model.key)

@@ -8,16 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
-from ampaudit.linter.flow.events import (
-    Clip,
-    ModelCall,
-    OptimizerMade,
-    OptimizerRestored,
-    OptimizerStep,
-    PrecisionChosen,
-    WeightsAveraged,
-    WeightsRounded,
-)
+from ampaudit.linter.flow import events
 from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.interpreter import Interpreter
@@ -128,13 +119,13 @@ def model_method(interpreter: Interpreter, call: Call, model: Model, name: str) 
     if name in ("parameters", "named_parameters", "state_dict"):
         return Parameters(frozenset({model.key}))
     if name == "update_parameters":
-        interpreter.record(WeightsAveraged, call.node, Parameters(frozenset({model.key})))
+        interpreter.record(events.WeightsAveraged, call.node, Parameters(frozenset({model.key})))
         return UNKNOWN
     if name == "zero_grad":
         zero_gradients(interpreter, call.node)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
-        interpreter.record(Clip, call.node, name, call)
+        interpreter.record(events.Clip, call.node, name, call)
         return UNKNOWN
     if name == "no_sync":
         return ContextManager("no_sync")
@@ -161,12 +152,12 @@ def model_method(interpreter: Interpreter, call: Call, model: Model, name: str) 
 def _cast(interpreter: Interpreter, call: Call, model: Model, name: str) -> None:
     dtype = requested_dtype(name, call)
     if dtype == "float16":
-        interpreter.record(PrecisionChosen, call.node)
+        interpreter.record(events.PrecisionChosen, call.node)
     if dtype:
         in_loop = any(guard.kind == "loop" for guard in interpreter.point.guards)
         halved = interpreter.state.known_at(HALVED_IN_LOOP, model.key)
         if dtype == "float32" and halved is not None:
-            interpreter.record(WeightsRounded, call.node, model.key, halved)
+            interpreter.record(events.WeightsRounded, call.node, model.key, halved)
         halved = call.node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
         cast_weights(interpreter, model.key, dtype, call.node)
@@ -244,7 +235,7 @@ def call_model(interpreter: Interpreter, call: Call, model: Model, method: str =
     elif model.origin.startswith(NETWORKS):
         check_input(interpreter, call, "Model", weights_dtype)
     place = interpreter.point
-    interpreter.record(ModelCall, call.node, model, place.autocast, place.grad_modes)
+    interpreter.record(events.ModelCall, call.node, model, place.grad_modes)
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, call, model, method)
     weights = weights_dtype or place.weights
@@ -372,7 +363,7 @@ def optimizer_method(interpreter: Interpreter, call: Call, optimizer: Optimizer,
         if call.all():  # a closure runs backward
             state.gradients = UNKNOWN_GRADIENTS
             state.reach(Phase.FRESH)
-        interpreter.record(OptimizerStep, call.node, optimizer, interpreter.point.autocast)
+        interpreter.record(events.OptimizerStep, call.node, optimizer)
         contributions = state.gradients.known
         if contributions and not any(item.scaler for item in contributions):
             state.gradients = AccumulatedGradients()  # what is left of them is no other step's loss
@@ -382,7 +373,7 @@ def optimizer_method(interpreter: Interpreter, call: Call, optimizer: Optimizer,
     elif name == "state_dict":
         return StateDict("optimizer", optimizer.key)
     elif name == "load_state_dict" and not isinstance(call.get(0, "state_dict"), StateDict):
-        interpreter.record(OptimizerRestored, call.node)  # from another run
+        interpreter.record(events.OptimizerRestored, call.node)  # from another run
     return UNKNOWN
 
 
@@ -398,7 +389,7 @@ def optimizer_value(interpreter: Interpreter, call: Call, name: str) -> Optimize
     if isinstance(parameters, Model):  # of which timm takes the parameters
         models = frozenset({parameters.key})
     optimizer = Optimizer(key_of(call.node) + interpreter.call_path, name, models)
-    interpreter.record(OptimizerMade, call.node, optimizer, call)
+    interpreter.record(events.OptimizerMade, call.node, optimizer, call)
     if models:
         interpreter.models_by_optimizer[optimizer.key] = models
     return optimizer
@@ -420,7 +411,7 @@ def copies_method(interpreter: Interpreter, call: Call, copies: Parameters, name
         return replace(copies, decayed=True)
     added = name in ("add_", "addcmul_") and copies.decayed
     if added or name == "lerp_" or (name in ("copy_", "add_", "sub_") and _averages_itself(call.node)):
-        interpreter.record(WeightsAveraged, call.node, copies)
+        interpreter.record(events.WeightsAveraged, call.node, copies)
         return copies
     if name in ("detach", "clone"):
         return replace(copies, is_copy=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ampaudit.linter.flow.events import ModelCall, NumberRead, OpEvaluated
+from ampaudit.linter.flow import events
 from ampaudit.linter.flow.gradients import backward, use_loss_gradients
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.syntax import keyword_value, names_in
@@ -74,7 +74,7 @@ def computed_under(interpreter: Interpreter, operands: Sequence[Tensor]) -> str:
 
 def dtype_of_model_calls(interpreter: Interpreter) -> str:
     """Return the 16-bit dtype of autocast around every call of a model that is trained, else empty."""
-    calls = (event for event in interpreter.events.values() if isinstance(event, ModelCall))
+    calls = (event for event in interpreter.events.values() if isinstance(event, events.ModelCall))
     trained = [call.autocast for call in calls if "no_grad" not in call.grad_modes]
     dtypes = {autocast_dtype(interpreter, autocast) if autocast.explicit else "" for autocast in trained}
     return dtypes.pop() if len(dtypes) == 1 else ""
@@ -86,7 +86,7 @@ def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequen
     if any(t.dtype or t.weights_dtype or t.upcast or t.rounded for t in tensors):
         if isinstance(node, ast.Call) and keyword_value(node, "dtype") is not None:
             return  # it casts its operands
-        interpreter.judge(interpreter.event(OpEvaluated, node, path, tensors, interpreter.point.autocast))
+        interpreter.judge(interpreter.event(events.OpEvaluated, node, path, tensors))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
@@ -149,7 +149,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     for value in (left, right) if isinstance(node.op, ast.Add) else ():
         # only a report can use the sum of scaled losses that have no graph
         if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
-            interpreter.record(NumberRead, node, value)
+            interpreter.record(events.NumberRead, node, value)
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors and isinstance(left, Tensor) and isinstance(node.op, ast.Div):
         return left._replace(divided=True)
@@ -206,7 +206,7 @@ def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str)
     if name == "backward":
         return backward(interpreter, call.node, base)
     if name in ("item", "tolist", "numpy"):
-        interpreter.record(NumberRead, call.node, base)
+        interpreter.record(events.NumberRead, call.node, base)
         if name != "numpy":
             return UNSCALED_TENSOR
     if name in ("size", "numel", "dim"):
