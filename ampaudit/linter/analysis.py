@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Mapping
 from functools import partial
 
-from ampaudit.linter.diagnostic import Diagnostic
+from ampaudit.linter.diagnostic import Mistake
 from ampaudit.linter.flow.evaluation import HANDLERS
 from ampaudit.linter.flow.events import (
     Backward,
@@ -59,7 +59,7 @@ _MAX_CONDITIONS = 2
 
 def analyze(
     linked: LinkedScript, earlier_names: Mapping[str, Value]
-) -> tuple[list[Diagnostic], dict[str, Value]]:
+) -> tuple[list[Mistake], dict[str, Value]]:
     """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
 
     Args:
@@ -74,7 +74,7 @@ def analyze(
 
 def _analyze(
     linked: LinkedScript, earlier_names: Mapping[str, Value]
-) -> tuple[list[Diagnostic], dict[str, Value]]:
+) -> tuple[list[Mistake], dict[str, Value]]:
     script = linked.main
     interpreter = Interpreter(linked, HANDLERS, earlier_names, RULES)
     events_by_entry: list[list[Event]] = []

@@ -72,7 +72,7 @@ def remove_statement(statement: ast.stmt | None, node: ast.AST) -> Fix | None:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What a rule says of one place; the rule has the code.
+    """What a rule says of one place.
 
     Attributes:
         node: Node at which to report it.
@@ -80,6 +80,7 @@ class Mistake:
         advice: Remedy.
         fix: Change that resolves it, if there is one.
         certainty: Certainty of the mistake.
+        code: Code of the rule, where it is reported.
     """
 
     node: ast.AST
@@ -87,10 +88,4 @@ class Mistake:
     advice: str
     fix: Fix | None = None
     certainty: Certainty = Certainty.KNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnostic(Mistake):
-    """A mistake with the code of the rule that reports it."""
-
-    code: str = field(kw_only=True)
+    code: str = field(default="", kw_only=True)

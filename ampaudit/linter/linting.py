@@ -24,12 +24,11 @@ from ampaudit.findings.finding import Severity
 from ampaudit.findings.pages import all_pages
 from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.diagnostic import Certainty, Diagnostic
+from ampaudit.linter.diagnostic import Certainty, Mistake
 from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
-from ampaudit.linter.flow.syntax import covers_line, nested_blocks
 from ampaudit.linter.flow.values import Value
-from ampaudit.linter.repair import Analysis, repair
+from ampaudit.linter.repair import Analysis, blocks_around, repair
 from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection, suppression_of
 from ampaudit.linter.source_text import (
     MAX_SOURCE_BYTES,
@@ -299,12 +298,13 @@ def _reason(error: SyntaxError | RecursionError | MemoryError) -> str:
 def _to_findings(
     path: str,
     block: CodeBlock,
-    diagnostics: Sequence[Diagnostic],
+    diagnostics: Sequence[Mistake],
     selection: RuleSelection,
     tree: ast.Module,
 ) -> Iterator[LintFinding]:
     """Yield the findings of the enabled rules, including suppressed ones; ``tree`` is that of the block."""
     lines, comments = split_lines(block.text), comments_of(block.text)
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for item in diagnostics:
         if not selection.includes(item.code):
             continue
@@ -315,7 +315,7 @@ def _to_findings(
         column = character_column(lines[first - 1], getattr(item.node, "col_offset", 0))
         end_column = character_column(lines[last - 1], getattr(item.node, "end_col_offset", 0) or 0)
         line, cell = block.locate(first)
-        comment = suppression_of(item, comments)
+        comment, around = suppression_of(item, comments), blocks_around(tree.body, first)
         yield LintFinding(
             code=item.code,
             severity=Severity.WARNING if is_weaker else severity,
@@ -325,7 +325,7 @@ def _to_findings(
             end_line=block.locate(last)[0],
             end_column=end_column + block.indent + 1,
             cell=cell,
-            function=_function_at(tree, first),
+            function=".".join(owner.name for owner, _ in around if isinstance(owner, definitions)),
             cause=item.cause,
             advice=item.advice,
             fixable=item.fix is not None and item.fix.is_safe,
@@ -335,18 +335,8 @@ def _to_findings(
         )
 
 
-def _function_at(tree: ast.Module, line: int) -> str:
-    """Return the dotted name of the innermost function or class at a line; empty at module level."""
-    names, block = [], tree.body
-    while node := next((node for node in block if covers_line(node, line)), None):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.append(node.name)
-        block = [inner for nested in nested_blocks(node) for inner in nested]
-    return ".".join(names)
-
-
 def _unused_suppressions(
-    path: str, block: CodeBlock, diagnostics: Sequence[Diagnostic], selection: RuleSelection
+    path: str, block: CodeBlock, diagnostics: Sequence[Mistake], selection: RuleSelection
 ) -> Iterator[LintFinding]:
     """Yield a finding for each comment that names lint rules and suppresses no diagnostic."""
     comments = comments_of(block.text) if selection.includes(UNUSED_SUPPRESSION) else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, Fix
+from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Fix, Mistake
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
 from ampaudit.linter.flow.values import Value
@@ -33,10 +33,10 @@ class Analysis:
     """
 
     text: str
-    diagnostics: Sequence[Diagnostic] = ()
+    diagnostics: Sequence[Mistake] = ()
     tree: ast.Module = field(default_factory=lambda: ast.Module([], []))
     names: Mapping[str, Value] = field(default_factory=dict)
-    imported: Sequence[tuple[Path, str, list[Diagnostic]]] = ()
+    imported: Sequence[tuple[Path, str, list[Mistake]]] = ()
 
     def improves(self, other: Analysis) -> bool:
         """Return whether this text has fewer mistakes than another, and of no rule more."""
@@ -89,7 +89,7 @@ def _apply(
     return now
 
 
-def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
+def with_safety(script: Script, diagnostic: Mistake) -> Mistake:
     """Return a diagnostic with the safety of its fix in this script."""
     fix = diagnostic.fix
     if fix is None or fix.line >= LINES_PER_FILE:  # that would change an imported file
@@ -130,7 +130,7 @@ def is_bound(script: Script, line: int, name: str) -> bool:
     It is if a statement that runs before the line binds or reads it, or if one that runs whenever the line
     does reads it and the function binds it nowhere after the line.
     """
-    blocks = _blocks_around(script.tree.body, line)
+    blocks = blocks_around(script.tree.body, line)
     functions = [depth for depth, (owner, _) in enumerate(blocks) if isinstance(owner, _FUNCTIONS)]
     outermost = functions[-1] if functions else 0  # the outermost block in the function around the line
     if any(name in _bound_by_head(owner) for owner, _ in blocks if owner is not None):
@@ -148,14 +148,15 @@ def is_bound(script: Script, line: int, name: str) -> bool:
     return False
 
 
-def _blocks_around(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt]]]:
-    """Return the blocks around a line, outermost first, each with the statement that it is in."""
+def blocks_around(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt]]]:
+    """Return the blocks around a line, outermost first, each with the statement that it is in.
+
+    The last is that of the statement itself, which has none around the line.
+    """
     blocks: list[tuple[ast.stmt | None, list[ast.stmt]]] = [(None, body)]
     while inner := next((s for s in blocks[-1][1] if covers_line(s, line)), None):
-        block = next((b for b in nested_blocks(inner) if any(covers_line(s, line) for s in b)), None)
-        if block is None:
-            break
-        blocks.append((inner, block))
+        inside = (b for b in nested_blocks(inner) if any(covers_line(s, line) for s in b))
+        blocks.append((inner, next(inside, [])))
     return blocks
 
 

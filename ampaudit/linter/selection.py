@@ -12,7 +12,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.findings.pages import all_pages
 from ampaudit.findings.pages.page import LINTED
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.diagnostic import Diagnostic, Fix
+from ampaudit.linter.diagnostic import Fix, Mistake
 from ampaudit.linter.discovery import matches
 
 UNUSED_SUPPRESSION = "AMP991"
@@ -58,7 +58,7 @@ class RuleSelection:
         ignored = max((len(prefix) for prefix in self.ignore if code.startswith(prefix)), default=-1)
         return selected > ignored
 
-    def fixes(self, text: str, diagnostics: Sequence[Diagnostic]) -> list[Fix]:
+    def fixes(self, text: str, diagnostics: Sequence[Mistake]) -> list[Fix]:
         """Return the fixes of a text's diagnostics that may be applied."""
         comments = comments_of(text)
         return [
@@ -71,7 +71,7 @@ class RuleSelection:
         ]
 
 
-def suppression_of(diagnostic: Diagnostic, comments: Sequence[Comment]) -> Comment | None:
+def suppression_of(diagnostic: Mistake, comments: Sequence[Comment]) -> Comment | None:
     """Return the comment on the first or last line of a diagnostic that suppresses it."""
     lines = (getattr(diagnostic.node, "lineno", 1), getattr(diagnostic.node, "end_lineno", 1))
     matching = (c for c in comments if c.line in lines and (not c.codes or diagnostic.code in c.codes))

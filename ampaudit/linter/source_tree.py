@@ -17,7 +17,7 @@ from typing import Final
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
-from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
+from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Mistake, file_number
 from ampaudit.linter.flow.script import Script, ScriptTooLong, is_worth_reading, read_script
 from ampaudit.linter.flow.syntax import imported_modules
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
@@ -225,16 +225,16 @@ class LinkedScript:
         """Return the file that a module's name means in a script, if it is followed."""
         return self.imported.get(script.modules.get(name, 0))
 
-    def group_by_file(self, diagnostics: list[Diagnostic]) -> dict[int, list[Diagnostic]]:
+    def group_by_file(self, diagnostics: list[Mistake]) -> dict[int, list[Mistake]]:
         """Group diagnostics by file number, at the lines of that file; in imported files, keep known ones."""
-        by_file: dict[int, list[Diagnostic]] = {}
+        by_file: dict[int, list[Mistake]] = {}
         for item in diagnostics:
             number = file_number(item.node)
             if number == 0 or item.certainty == Certainty.KNOWN:
                 by_file.setdefault(number, []).append(self._moved(item, number))
         return by_file
 
-    def _moved(self, item: Diagnostic, number: int) -> Diagnostic:
+    def _moved(self, item: Mistake, number: int) -> Mistake:
         """Return a diagnostic with the line numbers of its file, and without a fix outside of the script."""
 
         def located(match: re.Match[str]) -> str:

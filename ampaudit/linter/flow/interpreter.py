@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeAlias
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, file_number, key_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Mistake, file_number, key_of, position_of
 from ampaudit.linter.flow.events import Event, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import State, item_of
@@ -146,7 +146,7 @@ class Interpreter:
         self.point = ProgramPoint(linked.main, [], [], [], [])
         self.statement: ast.stmt | None = None
         self.path_state: State | None = State()
-        self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
+        self.diagnostics: dict[tuple[str, int, int], Mistake] = {}
         self.events: dict[tuple[type[Event], ast.AST, tuple[Guard, ...]], Event] = {}
         self.assumptions: dict[str, bool] = {}  # the assumed truth of conditions, by their text
         self.condition_counts: Counter[str] = Counter()  # how often each condition was met
@@ -232,9 +232,7 @@ class Interpreter:
         key = (rule.code, *position_of(node))
         earlier = self.diagnostics.get(key)
         if earlier is None or earlier.certainty < certainty:
-            self.diagnostics[key] = Diagnostic(
-                node, mistake.cause, mistake.advice, mistake.fix, certainty, code=rule.code
-            )
+            self.diagnostics[key] = replace(mistake, node=node, certainty=certainty, code=rule.code)
 
     def record(self, kind: EventKind[P], node: ast.AST, *details: P.args, **named: P.kwargs) -> None:
         """Record an event, once per type, node and guards, before it takes effect on the state."""

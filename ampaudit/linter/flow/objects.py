@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow import events
@@ -22,7 +22,6 @@ from ampaudit.linter.flow.state import (
     PERHAPS,
     UNKNOWN_GRADIENTS,
     AccumulatedGradients,
-    FactKind,
     PerhapsHalf,
     Phase,
     flattened,
@@ -180,20 +179,17 @@ def cast_weights(interpreter: Interpreter, model: str, dtype: str, node: ast.AST
 
 
 def copy_model(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:
-    """Return a copy of a model, whose weights have the same dtype."""
+    """Return a copy of a model, whose weights have the same dtype and device."""
     copied = replace(model, key=key_of(node), node=node)
-    for kind in CAST_BY_DTYPE.values():
+    for kind in (*CAST_BY_DTYPE.values(), DEVICE):
         interpreter.state.set_fact(kind, interpreter.state.get(kind, model.key), copied.key)
     return copied
 
 
 def with_adapters(interpreter: Interpreter, node: ast.Call, model: Model) -> Model:
     """Return a model with float32 adapters, which freeze its weights; it computes in their dtype."""
-    state, adapted = interpreter.state, replace(model, key=key_of(node), node=node, origin=WITH_ADAPTERS)
-    kinds: tuple[FactKind[Any], ...] = (HALF_WEIGHTS, BFLOAT16_WEIGHTS, DEVICE)
-    for kind in kinds:
-        state.set_fact(kind, state.get(kind, model.key), adapted.key)
-    state.set_fact(FROZEN, True, adapted.key)
+    adapted = replace(copy_model(interpreter, node, model), origin=WITH_ADAPTERS)
+    interpreter.state.set_fact(FROZEN, True, adapted.key)
     return adapted
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, line_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of, position_of
 from ampaudit.linter.flow.events import HalfLayer, ScalerStep, ScalerUnscale, ScriptFollowed, of_type
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.script import Script
@@ -61,7 +61,7 @@ def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
 
 
 @lru_cache(maxsize=1)
-def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
+def _unfit_numbers(flow: Interpreter) -> list[Mistake]:
     """Return the masks everywhere, and the eps in modules, whose tensors may be 16-bit, for both rules.
 
     Ops with a float32 operand are left out; a mask likely meets float16 under float16 autocast.
@@ -75,7 +75,7 @@ def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
     lines = sorted({n.lineno for n, number in numbers if number is not None and _is_extreme(number)})
     if not lines:
         return []
-    diagnostics: list[Diagnostic] = []
+    diagnostics: list[Mistake] = []
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), uses.numbers, float16, bfloat16)
@@ -100,7 +100,7 @@ def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
     return diagnostics
 
 
-def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
+def _likely(diagnostic: Mistake, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
     """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
     calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
     in_log = statement.lineno in half_lines and any(simple_name(call.func) in _LOGARITHMS for call in calls)
@@ -229,7 +229,7 @@ def _is_float32(node: ast.AST) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class UnfitNumber(Diagnostic):
+class UnfitNumber(Mistake):
     """A number that a 16-bit ``dtype`` cannot hold."""
 
     dtype: str = "float16"
