@@ -51,7 +51,7 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 from ampaudit.linter.repair import with_safety
-from ampaudit.linter.rules import RULES
+from ampaudit.linter.rules.rule import RULES
 from ampaudit.linter.source_tree import LinkedScript
 
 _MAX_CONDITIONS = 2

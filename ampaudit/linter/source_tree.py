@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -95,8 +96,8 @@ class SourceTree:
         # a file may be imported under its own name, or those of its directories
         parts = (path.removesuffix(".py").split(os.sep)[-6:] for path in self._numbers)
         self._modules = set(chain.from_iterable(parts))
-        self._parsed: dict[int, Script | None] = {}
         self._known = dict(enumerate(KNOWN_MODULES, len(self.paths) + 1))
+        self.parse = lru_cache(_MAX_KEPT)(self._parse)
 
     def is_linted(self, number: int) -> bool:
         """Return whether a number stands for a linted file rather than for a known module."""
@@ -106,15 +107,8 @@ class SourceTree:
         """Return the name of a file, or of a known module."""
         return self._known[number] if number in self._known else self.paths[number - 1].name
 
-    def parse(self, number: int) -> Script | None:
+    def _parse(self, number: int) -> Script | None:
         """Return a parsed file; ``None`` if it cannot be read, or has nothing that is worth following."""
-        if number not in self._parsed:
-            while len(self._parsed) >= _MAX_KEPT:
-                del self._parsed[next(iter(self._parsed))]
-            self._parsed[number] = self._read(number)
-        return self._parsed[number]
-
-    def _read(self, number: int) -> Script | None:
         if number in self._known:
             return read_script(KNOWN_MODULES[self._known[number]], number)
         path = self.paths[number - 1]

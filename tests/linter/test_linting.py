@@ -19,7 +19,7 @@ from ampaudit.linter.diagnostic import Mistake
 from ampaudit.linter.flow.events import ScriptFollowed
 from ampaudit.linter.flow.interpreter import Interpreter, LintRule
 from ampaudit.linter.linting import lint_file
-from ampaudit.linter.rules import RULES
+from ampaudit.linter.rules.rule import RULES
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import Unreadable, decode
 from tests.linter.corpora import Script

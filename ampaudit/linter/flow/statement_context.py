@@ -32,8 +32,8 @@ def nodes_around(linked: LinkedScript, node: ast.AST) -> list[ast.AST]:
 
 def scaler_in_scope(script: Script, node: ast.AST) -> str:
     """Return the name of the only scaler in the function around a node; empty if there is not exactly one."""
-    scalers = _scalers_in_scope(script, node)
-    return scalers[0] if len(scalers) == 1 else ""
+    scalers = {text for text, _ in _scaler_calls(script, node)}
+    return scalers.pop() if len(scalers) == 1 else ""
 
 
 def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
@@ -44,7 +44,7 @@ def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.
     """
     around = [(place, linked.script_of(place)) for place in (node, *reversed(calls))]
     decides = (p for p, script in around if any(c == "unscale_" for _, c in _scaler_calls(script, p)))
-    at_hand = (p for p, script in around if _scalers_in_scope(script, p) or _has_own_scaler(script, p))
+    at_hand = (p for p, script in around if _scaler_calls(script, p) or _has_own_scaler(script, p))
     return next(decides, None) or next(at_hand, node)
 
 
@@ -86,17 +86,13 @@ def assigned_values(linked: LinkedScript, node: ast.AST, condition: ast.expr) ->
     ]
 
 
-def _scalers_in_scope(script: Script, node: ast.AST) -> list[str]:
-    texts = {text for text, _ in _scaler_calls(script, node)}
-    return [text for text in texts if script.usage.is_scaler(text)]
-
-
 def _scaler_calls(script: Script, node: ast.AST) -> list[tuple[str, str]]:
-    """Return object and method of calls in the function around a node that may be those of a scaler."""
+    """Return scaler and method of the calls of scalers in the function around a node."""
     return [
         (dotted_name(call.func.value), call.func.attr)
         for call in script.nodes(_function_around(script, node))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in _PROTOCOL and script.usage.is_scaler(dotted_name(call.func.value))
     ]
 
 

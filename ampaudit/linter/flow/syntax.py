@@ -12,24 +12,20 @@ def condition_of(test: ast.expr) -> tuple[str, bool] | None:
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        other = test.comparators[0]
-        if isinstance(other, ast.Constant):
-            if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
-                positive ^= isinstance(test.ops[0], ast.Is)
-                test = test.left
-            elif isinstance(other.value, bool):
-                positive ^= isinstance(test.ops[0], ast.IsNot | ast.NotEq) != (other.value is False)
-                test = test.left
-            elif isinstance(other.value, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-                text = dotted_name(test.left)
-                return (
-                    (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
-                    if text
-                    else None
-                )
     text = dotted_name(test)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], _EQUALITIES):
+        text, other = dotted_name(test.left), test.comparators[0]
+        is_unequal = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
+        if isinstance(other, ast.Constant) and isinstance(other.value, str):
+            text, positive = f"{text} == {other.value!r}" if text else "", positive ^ is_unequal
+        elif isinstance(other, ast.Constant) and (other.value is None or isinstance(other.value, bool)):
+            positive ^= is_unequal == bool(other.value)
+        else:
+            return None
     return (text, positive) if text else None
+
+
+_EQUALITIES: Final = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)
 
 
 def dotted_name(node: ast.AST) -> str:

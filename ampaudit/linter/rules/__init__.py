@@ -1,6 +1,6 @@
 """The rules, one file for each family."""
 
-from ampaudit.linter.rules import (
+from ampaudit.linter.rules import (  # noqa: F401  (each registers its rules)
     accumulation,
     bookkeeping,
     constants,
@@ -11,17 +11,3 @@ from ampaudit.linter.rules import (
     scaler_order,
     weights,
 )
-from ampaudit.linter.rules.rule import RULES
-
-__all__ = [
-    "RULES",
-    "accumulation",
-    "bookkeeping",
-    "constants",
-    "dtypes",
-    "gradients",
-    "managed_loops",
-    "regions",
-    "scaler_order",
-    "weights",
-]
