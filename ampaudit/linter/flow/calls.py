@@ -613,20 +613,16 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
         tensors.call_op(interpreter, node, "torch.nn.Module", call.all())
         objects.check_input(interpreter, call, "Model", function.weights_dtype)
         if function.model is not None and function.autocast:
-            _call_managed(interpreter, call, function.autocast, function.model)
+            # it calls the model under autocast, and casts what that returns to float32
+            with interpreter.entered(interpreter.point):
+                if interpreter.point.autocast.enabled is not True:
+                    interpreter.enter(Autocast(True, None, function.autocast, explicit=False))
+                call_model(interpreter, call, function.model)
         return Tensor(weights_dtype=function.weights_dtype, model_calls=None, node=node)
     if isinstance(function, Instance):
         method = function.info.method("__call__") or function.info.method("forward")
         return UNKNOWN if method is None else _call(interpreter, node, Function(method, owner=function))
     return unknown_call(interpreter, call, dotted_name(call.node.func))
-
-
-def _call_managed(interpreter: Interpreter, call: Call, dtype: str, model: Model) -> None:
-    """Follow a model that a framework calls under autocast, and whose outputs it casts to float32."""
-    with interpreter.entered(interpreter.point):
-        if interpreter.point.autocast.enabled is not True:
-            interpreter.enter(Autocast(True, None, dtype, explicit=False))
-        call_model(interpreter, call, model)
 
 
 def _completed(interpreter: Interpreter, partial: Partial, completion: Call) -> Call:
