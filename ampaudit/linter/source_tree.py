@@ -97,7 +97,7 @@ class SourceTree:
         parts = (path.removesuffix(".py").split(os.sep)[-6:] for path in self._numbers)
         self._modules = set(chain.from_iterable(parts))
         self._known = dict(enumerate(KNOWN_MODULES, len(self.paths) + 1))
-        self.parse = lru_cache(_MAX_KEPT)(self._parse)
+        self.parse = lru_cache(_MAX_KEPT)(self._read)
 
     def is_linted(self, number: int) -> bool:
         """Return whether a number stands for a linted file rather than for a known module."""
@@ -107,7 +107,7 @@ class SourceTree:
         """Return the name of a file, or of a known module."""
         return self._known[number] if number in self._known else self.paths[number - 1].name
 
-    def _parse(self, number: int) -> Script | None:
+    def _read(self, number: int) -> Script | None:
         """Return a parsed file; ``None`` if it cannot be read, or has nothing that is worth following."""
         if number in self._known:
             return read_script(KNOWN_MODULES[self._known[number]], number)

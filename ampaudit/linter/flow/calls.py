@@ -36,7 +36,6 @@ from ampaudit.linter.flow.torch_names import (
     MATRIX_PRODUCTS,
     NAMESPACES,
     SCALERS,
-    WITHOUT_HALF_KERNEL,
     makes_model,
     makes_optimizer,
 )
@@ -136,9 +135,6 @@ def _call_torch(interpreter: Interpreter, call: Call, path: str, name: str) -> V
         return tensors.outer_product(interpreter, call.node, call.all())
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, call.node, call.all())
-    if path in WITHOUT_HALF_KERNEL or path.startswith("torch.fft."):
-        tensors.call_op(interpreter, call.node, path, [call.get(0, "input") or UNKNOWN])
-        return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
         return call_loss_function(interpreter, call, LossFunction(name))
     is_list = path in ("torch.nn.ModuleList", "torch.nn.ParameterList")
@@ -182,9 +178,6 @@ def _function(interpreter: Interpreter, call: Call, path: str, name: str) -> Val
         return use_loss_gradients(interpreter, call.node, inner, name)
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return gradient_method(interpreter, call.node, name)
-    averages = item_of(call.get(0, "self") or UNKNOWN)
-    if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        interpreter.record(events.WeightsAveraged, call.node, averages)
     tensors.call_op(interpreter, call.node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
         default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
@@ -300,8 +293,6 @@ def _call_builtin(interpreter: Interpreter, call: Call, name: str) -> Value:
         of_each = [item_of(value) for value in call.positional] or [UNKNOWN]
         pair = (UNKNOWN, of_each[0]) if name == "enumerate" else tuple(of_each)
         return KnownItems((KnownItems(pair),), repeated=True)
-    if name == "next" and isinstance(first, Parameters):
-        return first
     if name == "filter" and isinstance(parameters := call.get(1, "iterable"), Parameters):
         return parameters
     if name == "getattr" and isinstance(attribute := literal_of(call.get(1, "name")), str):
@@ -415,8 +406,6 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     if isinstance(expression, ast.Constant):
         return bool(expression.value)
     assumed = interpreter.assumed_truth(expression)
-    if assumed is None and isinstance(expression, ast.Subscript) and value == LiteralValue(True):
-        return True
     if assumed is None and literal_of(value) is False:
         return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
@@ -516,8 +505,6 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return tensors.tensor_method(interpreter, call, Tensor(scaler_key=MAYBE), name)
     if name == "enter_context" and interpreter.enter(call.first):  # of an ExitStack
         return UNKNOWN
-    if isinstance(base, DictLiteral) and name == "values":
-        return KnownItems(base.items)
     if isinstance(base, DictLiteral) and name == "get":
         return choice_of_dtypes(*base.items, *call.positional[1:])
     if isinstance(base, DictLiteral) and name == "items":

@@ -35,7 +35,7 @@ from ampaudit.linter.flow.tensors import (
     follows_operands,
     requested_dtype,
 )
-from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS, NETWORKS
+from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS, NETWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Call,
@@ -313,8 +313,6 @@ def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Call, ca
     for layer in reversed(model.layers):
         if layer in MATRIX_LAYERS:
             return cast or weights
-        if layer in FLOAT32_LAYERS:
-            return "float32" if cast else weights
         if layer not in LAYERS_WITHOUT_DTYPE:
             return ""
     if model.layers:
@@ -382,8 +380,6 @@ def optimizer_value(interpreter: Interpreter, call: Call, name: str) -> Optimize
             KnownItems(tuple(item_of(g) if isinstance(g, KnownItems) else g or UNKNOWN for g in groups))
         )
     models = parameters.models if isinstance(parameters, Parameters) and not parameters.is_copy else None
-    if isinstance(parameters, Model):  # of which timm takes the parameters
-        models = frozenset({parameters.key})
     optimizer = Optimizer(key_of(call.node) + interpreter.call_path, name, models)
     interpreter.record(events.OptimizerMade, call.node, optimizer, call)
     if models:

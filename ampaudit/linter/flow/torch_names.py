@@ -91,12 +91,10 @@ WITHOUT_HALF_KERNEL: Final = frozenset(
     }
     | {f"torch.{n}" for n in "inverse det logdet slogdet svd qr cholesky pinverse".split()}
 )
-# the same for modules: those that end in a matrix product; those that autocast on CUDA computes in float32;
-# those that pass on the dtype of their input
+# the same for modules: those that end in a matrix product; those that pass on the dtype of their input
 MATRIX_LAYERS: Final = frozenset(
     "Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d".split()
 )
-FLOAT32_LAYERS: Final = frozenset("LayerNorm GroupNorm Softmax LogSoftmax Softmin Softplus".split())
 LAYERS_WITHOUT_DTYPE: Final = frozenset(
     "ReLU ReLU6 LeakyReLU ELU GELU SiLU Mish Hardswish Tanh Sigmoid Dropout Dropout2d "
     "Identity Flatten Unflatten"
