@@ -268,7 +268,6 @@ def test_a_long_file_that_is_imported_hides_nothing(tmp_path: Path) -> None:
 def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {f"m{i}.py": f"from m{i + 1} import scaler\n" for i in range(5)}
     write(tmp_path, {**chain, "m5.py": "scaler = 1\n"})
-    tree = SourceTree(find_files([str(tmp_path)]))
     read: list[int] = []
     original = SourceTree._read
 
@@ -277,6 +276,7 @@ def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return original(tree, number)
 
     monkeypatch.setattr(SourceTree, "_read", counted)
+    tree = SourceTree(find_files([str(tmp_path)]))
     for path in tree.paths:
         lint_file(path, RuleSelection(), tree=tree)
     assert sorted(read) == [2, 3, 4, 5, 6]

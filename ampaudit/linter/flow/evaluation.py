@@ -547,8 +547,6 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
         item = base.item(key.value)
     elif isinstance(base, DictLiteral) and isinstance(choice := choice_of_dtypes(*base.items), DtypeChoice):
         return choice
-    elif isinstance(base, DictLiteral) and isinstance(any_of := item_of(KnownItems(base.items)), Parameters):
-        return any_of
     if item is not None:
         return interpreter.infer_from_usage(item, text)
     return interpreter.lookup(text) if text else UNKNOWN

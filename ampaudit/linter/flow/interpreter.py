@@ -18,10 +18,8 @@ from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
-    Class,
     ContextManager,
     DictLiteral,
-    Function,
     FunctionInfo,
     ImportedName,
     Instance,
@@ -347,19 +345,11 @@ class Interpreter:
         return self.infer_from_usage(self._global(name) if value is None else value, name)
 
     def _global(self, name: str) -> Value:
-        defined = self._definition(self.point.script, name)
-        if defined is not None:
-            return defined
         if name in self.imported:
             return self.imported[name]
         if name in CONVENTIONAL_NAMES:
             return ImportedName(CONVENTIONAL_NAMES[name])
         return ImportedName(f"builtins.{name}") if name in _BUILTINS else UNKNOWN
-
-    def _definition(self, script: Script, name: str) -> Value | None:
-        if name in script.functions:
-            return Function(script.functions[name], -script.number)
-        return Class(script.classes[name]) if name in script.classes else None
 
     def member(self, module: str, name: str) -> Value:
         """Return a member of a module: its value, if the module is a file that is followed."""
@@ -369,7 +359,7 @@ class Interpreter:
             importer, module.partition(".")[0]
         )
         if script is not None and self.linked.module(importer, path) is None:
-            value = self.state.value(-script.number, name) or self._definition(script, name)
+            value = self.state.value(-script.number, name)
         return ImportedName(canonical_name(path)) if value is None or value is UNKNOWN else value
 
     def infer_from_usage(self, value: Value, text: str) -> Value:
