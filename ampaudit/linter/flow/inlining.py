@@ -225,8 +225,6 @@ def annotated_value(
     for framework in FRAMEWORKS:
         if any(path.rpartition(".")[2] in names for path in framework.constructors):
             return Managed(framework, Certainty.LIKELY)
-    if "DeepSpeedEngine" in names:
-        return Managed()
     classes = interpreter.point.script.classes
     info = next((classes[n] for n in sorted(names) if n in classes), None)
     return (

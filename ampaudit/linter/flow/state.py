@@ -357,9 +357,6 @@ def join_values(one: Value, other: Value) -> Value:
         return replace(one, enabled=agreement.get("enabled"), optional=one.optional or other.optional)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
         return replace(one, wrapper=agreement.get("wrapper", ""))
-    if isinstance(one, Autocast) and isinstance(other, Autocast):
-        enabled, device, dtype = map(agreement.get, ("enabled", "device", "dtype"))
-        return Autocast(enabled, device, dtype, one.node)
     for context in (one, other):
         if isinstance(context, Autocast):
             return replace(context, enabled=None)

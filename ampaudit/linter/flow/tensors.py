@@ -15,8 +15,6 @@ from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     DTYPES,
     KEEPS_DTYPE,
-    MAKES_LIKE,
-    WRITES_SAME_DTYPE,
 )
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -229,12 +227,6 @@ def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str)
     chosen = call.keywords.get("dtype")
     if name == "sigmoid":
         return base._replace(sigmoid=call.node, upcast=None, node=call.node)
-    if name in MAKES_LIKE:
-        return Tensor(dtype=base.dtype if chosen is None else dtype_named(chosen), node=call.node)
-    if name in WRITES_SAME_DTYPE:
-        return base
-    if name in ("div", "mul", "div_", "mul_"):
-        return base._replace(divided=True, upcast=None, node=call.node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return base._replace(upcast=None, node=call.node)
     if keeps_dtype(interpreter, name) and chosen is None:

@@ -70,8 +70,6 @@ MAKES_TENSORS: Final = {
     **dict.fromkeys("zeros ones empty rand randn linspace logspace eye".split(), True),
     **dict.fromkeys("arange full tensor".split(), False),
 }
-# methods that make tensors of the same dtype, unless another one is given
-MAKES_LIKE: Final = frozenset("new_zeros new_ones new_empty new_full".split())
 # methods that write into a tensor and convert nothing; tried on torch 2.13: each raises for two dtypes
 WRITES_SAME_DTYPE: Final = frozenset(
     "index_add_ index_copy_ index_put_ scatter_ scatter_add_ scatter_reduce_ masked_scatter_".split()
