@@ -28,7 +28,7 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
     ScriptFollowed,
 )
-from ampaudit.linter.flow.inlining import inline_call, instance_of_class
+from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import (
     NO_AUTOCAST,
     UNKNOWN_AUTOCAST,
@@ -190,9 +190,6 @@ def _follow_class(
     start = info.method("__init__")
     if start is not None and info.is_relevant:
         end = _follow(interpreter, events_by_entry, end, start, owner)
-    if start is None and info.fields:
-        interpreter.path_state = end = end.fork()
-        instance_of_class(interpreter, info)
     cast = autocast_of_trainers(interpreter) if info.derives("LightningModule") else ""
     context = Autocast(True, "cuda", cast, explicit=False) if cast else None
     for name, method in info.methods.items():
