@@ -41,7 +41,7 @@ from ampaudit.source.processor import (
     random_input,
     text_config,
 )
-from ampaudit.trace.isolation import structural_copy
+from ampaudit.trace.fake_model import without_data
 from ampaudit.trace.opnames import written_values
 
 _VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -510,7 +510,7 @@ def find_fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
         token = first_setting(model.config, modality.tokens, None)
         applicable = type(token) is int and modality.name in parameters and "input_ids" in batch
         if applicable and not bool((batch["input_ids"] == token).any()):
-            fusion = _accepted_fusion(meta_copy(model), modality, token, batch)
+            fusion = _accepted_fusion(without_data(model, nn.Module.eval), modality, token, batch)
             if fusion is not None:
                 additions.append(fusion)
                 batch = fuse(batch, fusion)
@@ -652,14 +652,6 @@ _MODALITIES = (
 
 class ValuesNeeded(Exception):
     """Raised when code depends on values computed from weights."""
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters and buffers are on the ``meta`` device."""
-    replace: dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
-    for parameter in model.parameters():
-        replace[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    return structural_copy(model, replace).eval()
 
 
 class MetaRun(TorchDispatchMode):

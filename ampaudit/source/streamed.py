@@ -33,6 +33,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import UNREAD_HINT, Quantization, read_quantization
 from ampaudit.source.stored_weights import dequantized_note, scaled
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import Replacement, patched
 
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
@@ -87,7 +88,7 @@ def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSou
                 hint="leave out --stream for this model",
             )
         tensors[target] = tensor
-    before, assigning = _tensors(source.model), partialmethod(nn.Module.load_state_dict, assign=True)
+    before, assigning = named_tensors(source.model), partialmethod(nn.Module.load_state_dict, assign=True)
     with patched((Replacement(nn.Module, "load_state_dict", assigning),)):
         missing, unexpected = _load_state_dict(source.model, tensors, checkpoint.path)
     _restore(source.model, before, unequal=not renamed)
@@ -135,11 +136,6 @@ def _in_dtypes_of(model: nn.Module, names: Mapping[str, str], checkpoint: Checkp
         ) from error
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
-
-
 def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -> None:
     """Restore ties and dtypes after mapped tensors were assigned, and copy buffers, which may be written.
 
@@ -147,7 +143,7 @@ def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -
     does; otherwise they become separate, as Transformers does.
     """
     loaded: dict[int, Tensor] = {}
-    for name, tensor in _tensors(model).items():
+    for name, tensor in named_tensors(model).items():
         old = before.get(name, tensor)
         if tensor is old:
             continue
@@ -195,7 +191,7 @@ def _load_state_dict(
 
 def _without_value(model: nn.Module, missing: Collection[str]) -> list[str]:
     """Return which of the missing names are of a tensor that has no other name in the file."""
-    tensors = _tensors(model)
+    tensors = named_tensors(model)
     loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
     extra_state = [name for name in missing if name.endswith("_extra_state")]  # files of tensors have none
     return [name for name in missing if name not in extra_state and id(tensors.get(name)) not in loaded]

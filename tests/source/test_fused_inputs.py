@@ -18,9 +18,9 @@ from ampaudit.source.made_inputs import (
     check_ids,
     find_fusions,
     make_inputs,
-    meta_copy,
     resize_batches,
 )
+from ampaudit.trace.fake_model import without_data
 from tests.support.fused import FUSED, MODALITY, PLACEHOLDER, fused_model
 from tests.support.processors import tokenizer
 
@@ -191,7 +191,7 @@ def test_values_that_follow_from_inputs_are_known() -> None:
 def test_a_copy_without_weights_keeps_ties() -> None:
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = first.weight
-    copy = meta_copy(torch.nn.Sequential(first, second, torch.nn.BatchNorm1d(3)))
+    copy = without_data(torch.nn.Sequential(first, second, torch.nn.BatchNorm1d(3)), torch.nn.Module.eval)
     assert copy[0].weight is copy[1].weight
     assert all(tensor.is_meta for tensor in (*copy.parameters(), *copy.buffers()))
     assert not first.weight.is_meta
