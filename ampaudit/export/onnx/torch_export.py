@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.program import ReferenceOutputs, compare_output, same_nodes
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.source.onnx.names import NodeNames
+from ampaudit.trace.capture import quiet
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import TracedModel
@@ -165,22 +164,16 @@ def _reason(error: Exception) -> str:
 
 
 def _export(program: ExportedProgram, output_names: list[str], input_names: list[str] | None) -> Any:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # the exporter logs which ops of torchvision are missing
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.onnx.export(
-                _without_lists(program),
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-                input_names=input_names,
-                output_names=output_names,
-                opset_version=_BFLOAT16_OPSET if _has_bfloat16(program) else None,
-            )
-    finally:
-        logging.disable(before)
+    with quiet():  # the exporter logs which ops of torchvision are missing
+        return torch.onnx.export(
+            _without_lists(program),
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            input_names=input_names,
+            output_names=output_names,
+            opset_version=_BFLOAT16_OPSET if _has_bfloat16(program) else None,
+        )
 
 
 def _without_lists(program: ExportedProgram) -> ExportedProgram:
