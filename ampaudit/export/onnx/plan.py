@@ -32,7 +32,6 @@ from ampaudit.export.onnx.types import (
     is_float32,
     node_types,
     on_last_axis,
-    schema_of,
 )
 from ampaudit.export.onnx.whole_numbers import whole_number_nodes
 from ampaudit.findings.finding import Severity
@@ -41,6 +40,7 @@ from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
 from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource
+from ampaudit.source.onnx.checks import schema_of
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import STANDARD, NodeNames, bodies_of, plain_domain

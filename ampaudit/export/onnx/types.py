@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.source.onnx.names import STANDARD, axis_of, plain_domain
+from ampaudit.source.onnx.checks import schema_of
+from ampaudit.source.onnx.names import STANDARD, axis_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -139,14 +139,3 @@ def nonstandard_operators(model: ir.Model) -> set[str]:
 def _formal(formals: Any, index: int) -> Any:
     """Return the formal parameter of an argument; the last parameter may be variadic."""
     return formals[min(index, len(formals) - 1)]
-
-
-@cache
-def schema_of(domain: str, operator: str, version: int) -> Any:
-    """Return the schema of an operator; ``None`` if there is none."""
-    import onnx
-
-    try:
-        return onnx.defs.get_schema(operator, version, plain_domain(domain))
-    except onnx.defs.SchemaError:
-        return None

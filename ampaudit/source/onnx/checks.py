@@ -77,26 +77,6 @@ def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
         raise BadGraph(f"{title} is text, which torch has no type for", hint)
 
 
-def first_in_cycle(nodes: Sequence[Any]) -> Any:
-    """Return a node that depends on its own result; ``None`` if there is none."""
-    place = {node: index for index, node in enumerate(nodes)}
-    state: dict[Any, bool] = {}  # whether all of a node's predecessors were visited
-    for start in nodes:
-        stack = [start]
-        while stack:
-            node = stack[-1]
-            if node in state:
-                state[stack.pop()] = True
-                continue
-            state[node] = False
-            for needed in node.predecessors():
-                if state.get(needed) is False:
-                    return needed
-                if needed not in state and needed in place:
-                    stack.append(needed)
-    return None
-
-
 def _versions(proto: Any) -> dict[str, int]:
     import onnx
 
@@ -173,7 +153,7 @@ def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
     """Check a standard node against the definition of its operator."""
     if plain_domain(node.domain):
         return
-    schema = _schema(node.op_type, versions.get("", 1))
+    schema = schema_of("", node.op_type, versions.get("", 1))
     if schema is None:
         return
     for what, count, least, most in (
@@ -193,11 +173,12 @@ def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
 
 
 @cache
-def _schema(op_type: str, version: int) -> Any:
+def schema_of(domain: str, op_type: str, version: int) -> Any:
+    """Return the schema of an operator; ``None`` if there is none."""
     import onnx
 
     try:
-        return onnx.defs.get_schema(op_type, version, "")
+        return onnx.defs.get_schema(op_type, version, plain_domain(domain))
     except onnx.defs.SchemaError:
         return None
 

@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from typing_extensions import Buffer
 from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
-from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, first_in_cycle, node_title
+from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, node_title
 from ampaudit.source.onnx.names import plain_domain
 
 if TYPE_CHECKING:
@@ -242,8 +243,12 @@ def _sort(graph: ir.Graph | ir.Function) -> None:
     try:
         graph.sort()
     except ValueError:
-        node = first_in_cycle([*graph])
-        name = "a node" if node is None else node_title(node.name or node.outputs[0].name or "", node.op_type)
+        name = "a node"
+        try:
+            TopologicalSorter({node: node.predecessors() for node in graph}).prepare()
+        except CycleError as error:
+            node = error.args[1][0]
+            name = node_title(node.name or node.outputs[0].name or "", node.op_type)
         raise BadGraph(f"{name} needs its own result") from None
 
 

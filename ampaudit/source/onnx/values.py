@@ -14,6 +14,7 @@ import torch
 
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.core.untrusted import describe
+from ampaudit.source.onnx.checks import schema_of
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.trace.internals import without_modes
 from ampaudit.trace.values import dtype_name
@@ -239,11 +240,10 @@ def standard_body(call: NodeCall) -> ir.Function | None:
     import onnx
     import onnx_ir as ir
 
-    try:
-        schema: Any = onnx.defs.get_schema(call.node.op_type, call.version, call.node.domain)
-    except onnx.defs.SchemaError:
-        return None
+    schema = schema_of(call.node.domain, call.node.op_type, call.version)
     proto = onnx.FunctionProto()
+    if schema is None:
+        return None
     if schema.has_function:
         versions = [version for version in schema.function_opset_versions if version <= call.version]
         data = schema.get_function_with_opset_version(max(versions, default=schema.since_version))
