@@ -26,6 +26,7 @@ from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.capture import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
+from ampaudit.trace.fake_model import place_tensor
 from ampaudit.trace.flatten import as_module
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.isolation import call_unchanged
@@ -94,14 +95,10 @@ class GraphModel(nn.Module):
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:
                 continue
-            owner, _, leaf = paths[place.node].rpartition(".")
-            value = values[place.node]
-            module = _submodule(self, owner)
+            value = values[place.node].detach()
             if place.slot is Slot.PARAMETER and value.is_floating_point():
-                parameter = parameters.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
-                module.register_parameter(leaf, parameter)
-            else:
-                module.register_buffer(leaf, value.detach())
+                value = parameters.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
+            place_tensor(self, paths[place.node], value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's outputs."""
@@ -222,17 +219,6 @@ def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     after = after[len(after) - len(before) :]  # inputs that are cast come first
     same = [node.target for node in before] == [node.target for node in after]
     return list(zip(before, after, strict=True)) if same else []
-
-
-def _submodule(root: nn.Module, path: str) -> nn.Module:
-    module = root
-    for name in path.split(".") if path else ():
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        child = module._modules[name]
-        assert child is not None
-        module = child
-    return module
 
 
 @dataclass(frozen=True, slots=True)

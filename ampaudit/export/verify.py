@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint import FLOAT_TYPES, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.open import map_checkpoint
@@ -28,8 +27,11 @@ from ampaudit.export.manifest import FileRecord, Manifest, digest_of, files_unde
 from ampaudit.export.program import compare_output, digest_of_tensors, run_program
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.conversion import OutputRecord, Problem, Verification
+from ampaudit.source import Batch
 from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
+from ampaudit.source.inputs import with_tensors
 from ampaudit.source.pt2.graph import ForeignOperator
+from ampaudit.trace.values import tensors_in
 
 _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
@@ -245,11 +247,13 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
             return [], [f"nothing was run: {error.__cause__}"]
         return [Problem("program", PROGRAM, str(error.args[0]))], []
     problems = _other_weights(program, directory, manifest) if manifest.mode == "inference" else []
-    call = _with_inputs(program, recorded)
-    if call is None:
+    example = Batch(*(program.example or ()))
+    names = [f"input[{number}]" for number in range(len(tensors_in((example.args, example.kwargs))))]
+    if any(name not in recorded for name in names):
         problem = Problem("program", REFERENCE, "its inputs are not those that the program takes")
         return [*problems, problem], []
-    results = run_program(ExportedModel(program), call, manifest.seed)
+    batch = with_tensors(example, [recorded[name] for name in names])
+    results = run_program(ExportedModel(program), (batch.args, batch.kwargs), manifest.seed)
     if isinstance(results, str):
         return [*problems, Problem("program", PROGRAM, results)], []
     compared = [
@@ -273,18 +277,6 @@ def _compare_recorded(
     if accuracy is not None and accuracy >= tolerance_db:
         return f"{record.name}: {text} ({accuracy:.0f} dB): the kernels of another machine or version"
     return Problem("output", record.name, f"{text}{f', {accuracy:.0f} dB' if accuracy is not None else ''}")
-
-
-def _with_inputs(program: StoredProgram, recorded: dict[str, torch.Tensor]) -> Any:
-    """Return the program's example call with the recorded tensors."""
-    leaves, spec = pytree.tree_flatten(program.example or ((), {}))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    names = [f"input[{number}]" for number in range(len(places))]
-    if any(name not in recorded for name in names):
-        return None
-    for place, name in zip(places, names, strict=True):
-        leaves[place] = recorded[name]
-    return pytree.tree_unflatten(leaves, spec)
 
 
 def _other_weights(program: StoredProgram, directory: Path, manifest: Manifest) -> list[Problem]:

@@ -26,6 +26,7 @@ from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, Sized
 from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
 from ampaudit.source.pt2.schema import PROGRAM_SCHEMA
+from ampaudit.trace.fake_model import place_tensor
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 _MAX_JSON = 96_000_000  # bytes; some 2,000 per op
@@ -170,7 +171,7 @@ def _read(archive: Archive) -> StoredProgram:
         tensor = weights.get(path, constants.get(path))
         if tensor is None:
             raise ValueError(f"the values of {describe(path)!r} are missing")
-        _attach(root, kind, path, tensor)
+        place_tensor(root, path, tensor if kind == "parameter" else tensor.detach())
     call = module["module_call_graph"][0]["signature"] if module["module_call_graph"] else None
     if call is None:
         raise ValueError("it does not tell how it is called")
@@ -207,22 +208,6 @@ def _model_in(archive: Archive) -> str:
     if "archive_format" not in archive.members or archive.read("archive_format", 10) != b"pt2" or not names:
         raise ValueError("it is not in the format of torch.export.save (PyTorch 2.7 or later)")
     return "model" if "model" in names else names[0]
-
-
-def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
-    """Set a parameter, buffer or constant of a module under its dotted name."""
-    owner = root
-    *parents, leaf = path.split(".")
-    for part in parents:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        child = owner._modules[part]
-        assert child is not None
-        owner = child
-    if kind == "parameter" and isinstance(tensor, nn.Parameter):
-        owner.register_parameter(leaf, tensor)
-    else:
-        owner.register_buffer(leaf, tensor.detach())
 
 
 def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

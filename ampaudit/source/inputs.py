@@ -34,7 +34,7 @@ from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, tensors_in
 
 _CACHES = "transformers.cache_utils"
 _TRANSFORMERS = (_CACHES, "transformers.modeling_outputs")
@@ -202,8 +202,7 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
     """
     saved = map_checkpoint(path).tensors
     batch = source.batches[0]
-    leaves = pytree.tree_leaves((batch.args, batch.kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in((batch.args, batch.kwargs))
     names = [f"input[{index}]" for index in range(len(tensors))]
     if set(saved) != set(names):
         raise InputError(
@@ -220,11 +219,8 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
 
 def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
     """Replace the tensors of a batch."""
-    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
     fresh = iter(tensors)
-    changed = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(changed, spec)
-    return Batch(args, kwargs)
+    return Batch(*pytree.tree_map_only(torch.Tensor, lambda _: next(fresh), (batch.args, batch.kwargs)))
 
 
 def save_inputs(tensors: list[torch.Tensor], path: Path) -> None:

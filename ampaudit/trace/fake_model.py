@@ -40,6 +40,19 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def place_tensor(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Register a parameter or buffer under a dotted name, in modules that are made where they are missing."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)
+
+
 def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn.Module:
     """Copy a model without the data of its parameters and buffers, and convert the copy.
 
