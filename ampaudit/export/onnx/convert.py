@@ -296,7 +296,7 @@ def _weights(model: ir.Model) -> list[tuple[str, int]]:
     """Return the dtype and the size in bytes of each stored float tensor."""
     return [
         (ONNX_FLOATS[value.const_value.dtype.name], value.const_value.nbytes)
-        for graph in (model.graph, *model.graph.subgraphs())
+        for graph in model.graphs()
         for value in graph.initializers.values()
         if value.const_value is not None and value.const_value.dtype.name in ONNX_FLOATS
     ]

@@ -113,7 +113,7 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _
     """Yield the stored float32 values, each with a function that replaces it."""
     import onnx_ir as ir
 
-    for graph in (model.graph, *model.graph.subgraphs()):
+    for graph in model.graphs():
         for value in graph.initializers.values():
             if is_float32(value) and value.const_value is not None:
                 yield value, value.const_value, lambda tensor, v=value: setattr(v, "const_value", tensor)  # type: ignore[misc]
@@ -319,7 +319,7 @@ def _infer_types(model: ir.Model) -> None:
         InlinePass()(model)
     names = NodeNames(model)
     stated = {}
-    for graph in (model.graph, *model.graph.subgraphs()):
+    for graph in model.graphs():
         outputs = set(graph.outputs) if graph is model.graph else set()
         for node in graph:
             node.name = names.of(node)

@@ -170,7 +170,7 @@ class Rewriter:
 
     def rewrite(self) -> None:
         """Rewrite the graph, and the bodies inside it."""
-        graphs = [self.model.graph, *self.model.graph.subgraphs()]
+        graphs = list(self.model.graphs())
         for graph in graphs:
             self._names |= {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
             self._names |= {str(v.name) for node in graph for v in node.outputs}

@@ -23,7 +23,7 @@ from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, node_title
-from ampaudit.source.onnx.names import plain_domain
+from ampaudit.source.onnx.names import graphs_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -154,24 +154,10 @@ class OnnxFile:
                 return torch.tensor(attribute.value, dtype=torch.int64)
         raise self._fault(f"the constant {describe(node.name or node.outputs[0].name)!r} is not a number")
 
-    def graphs(self) -> Iterator[ir.Graph | ir.Function]:
-        """Yield the graph, the bodies inside it, and the model's functions."""
-        yield self.model.graph
-        yield from self.model.graph.subgraphs()
-        for function in self.model.functions.values():
-            yield function
-            yield from function.subgraphs()
-
     def nodes(self) -> Iterator[ir.Node]:
         """Yield the nodes of all graphs."""
-        for graph in self.graphs():
+        for graph in graphs_of(self.model):
             yield from graph
-
-    def version(self, node: ir.Node) -> int:
-        """Return the version of a node's operator set."""
-        if node.version is not None:
-            return node.version
-        return self.model.opset_imports.get(plain_domain(node.domain), 1)
 
     def _inside(self, location: str, name: str) -> Path:
         """Return the path of external data, which must lie in the model's directory."""
@@ -222,9 +208,9 @@ def read_onnx(path: Path) -> OnnxFile:
         proto.ParseFromString(without_large_values(mapping))
         check_model(proto)
         model = ir.from_proto(proto)
-        outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-        for graph in outers:
-            _sort(graph)
+        _sort(model.graph)
+        for function in model.functions.values():
+            _sort(function)
     except BadGraph as error:
         raise SourceError(describe(f"{path}: {error}", MAX_MESSAGE), hint=error.hint) from error
     except Exception as error:  # whatever the parser raises

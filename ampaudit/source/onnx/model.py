@@ -17,7 +17,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
-from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place, plain_domain
+from ampaudit.source.onnx.names import NodeNames, graphs_of, layer_name, parameter_place, plain_domain
 from ampaudit.source.onnx.ops import OPERATORS
 from ampaudit.source.onnx.values import (
     FLOATS,
@@ -154,7 +154,7 @@ class _Program:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the initializers and the values of Constant nodes with their storage names."""
-        for graph in self.file.graphs():
+        for graph in graphs_of(self.file.model):
             for name, value in getattr(graph, "initializers", {}).items():
                 assert value.const_value is not None
                 yield self.names.stored(graph, name), self.file.tensor(value.const_value)

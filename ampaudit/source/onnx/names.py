@@ -6,7 +6,7 @@ import ast
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -36,14 +36,12 @@ class NodeNames:
         self._graphs: dict[int, int] = {}  # graph numbers by id; the model's graph is 0
         self._names: dict[ir.Node, str] = {}
         times: Counter[str] = Counter()
-        outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-        for outer in outers:
-            for graph in (outer, *outer.subgraphs()):
-                self._graphs[id(graph)] = len(self._graphs)
-                for node in graph:
-                    name = _plain_name(node)
-                    times[name] += 1
-                    self._names[node] = name if times[name] == 1 else f"{name}~{times[name]}"
+        for graph in graphs_of(model):
+            self._graphs[id(graph)] = len(self._graphs)
+            for node in graph:
+                name = _plain_name(node)
+                times[name] += 1
+                self._names[node] = name if times[name] == 1 else f"{name}~{times[name]}"
 
     def of(self, node: ir.Node) -> str:
         """Return the unique name of a node, by default that of its first output."""
@@ -91,6 +89,14 @@ class NodeNames:
                     uses[node].append(name)
             self._last[id(graph)] = uses
         return self._last[id(graph)]
+
+
+def graphs_of(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
+    """Yield the graph, the model's functions, and after each of them the bodies inside it."""
+    outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for outer in outers:
+        yield outer
+        yield from outer.subgraphs()
 
 
 def layer_name(origin: Mapping[str, Any]) -> str:
