@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,17 +42,9 @@ class Batch:
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Apply a function once per tensor, so that ``item`` and the arguments still share tensors."""
-        changed: dict[int, torch.Tensor] = {}
-
-        def once(value: torch.Tensor) -> torch.Tensor:
-            if id(value) not in changed:
-                changed[id(value)] = change(value)
-            return changed[id(value)]
-
-        def over(value: Any) -> Any:
-            return pytree.tree_map_only(torch.Tensor, once, value)
-
-        return Batch(over(self.args), over(self.kwargs), over(self.item), self.name)
+        parts = self.args, self.kwargs, self.item
+        args, kwargs, item = pytree.tree_map_only(torch.Tensor, cache(change), parts)
+        return Batch(args, kwargs, item, self.name)
 
 
 Sized = Callable[[Mapping[str, int]], tuple[Batch, ...]]
