@@ -35,13 +35,12 @@ from ampaudit.core.files import check_directory, write_text
 from ampaudit.core.text import escape_control, format_bytes, plural
 from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.recording.config import RecordConfig
-from ampaudit.source.inputs import structure_of
+from ampaudit.source.inputs import CACHES, is_cache, structure_of
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.internals import Replacement, patched
 from ampaudit.trace.values import dtype_name
 
 _MAX_DEPTH = 24  # of nested containers, each up to four levels of JSON; readers allow 100 levels
-_CACHES = "transformers.cache_utils"  # caches of Transformers are objects with plain attributes
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 _TORCH_VALUES = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
 _TORCH_VALUES |= {torch.memory_format: "memory_format"}
@@ -537,7 +536,7 @@ class _Encoder:
                 return {name: str(value).removeprefix("torch.")}
         if isinstance(value, torch.Generator):
             return {"generator": value.initial_seed() % 2**63}
-        if isinstance(value, type) and value.__module__ == _CACHES:
+        if isinstance(value, type) and value.__module__ == CACHES:
             return {"class": class_name(value)}
         return self._container(value, place, depth + 1)
 
@@ -570,7 +569,7 @@ class _Encoder:
             return {"frozenset" if isinstance(value, frozenset) else "set": items(value)}
         if isinstance(value, slice | range):
             return {kind.__name__: items((value.start, value.stop, value.step))}
-        if any(base.__module__ == _CACHES for base in kind.__mro__):
+        if is_cache(kind):  # an object with plain attributes
             return {"object": [class_name(kind), attributes(iter(vars(value).items()))]}
         what = "a function" if callable(value) and hasattr(value, "__code__") else f"of type {kind.__name__}"
         raise Unstorable(f"{describe(place)} is {describe(what)}")

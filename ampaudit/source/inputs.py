@@ -36,8 +36,8 @@ from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, tensors_in
 
-_CACHES = "transformers.cache_utils"
-_TRANSFORMERS = (_CACHES, "transformers.modeling_outputs")
+CACHES = "transformers.cache_utils"
+_TRANSFORMERS = (CACHES, "transformers.modeling_outputs")
 _MAX_ELEMENTS = 1 << 60
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _HINT = "record the calls again"
@@ -266,11 +266,12 @@ def known_classes(model: nn.Module) -> dict[str, type]:
 
 def _holds_data(kind: type) -> bool:
     fields = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return fields or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_cache(kind)
+    return fields or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_cache(kind)
 
 
-def _is_cache(kind: type) -> bool:
-    return any(base.__module__ == _CACHES for base in kind.__mro__)
+def is_cache(kind: type) -> bool:
+    """Return whether a class is a cache of Transformers, or derived from one."""
+    return any(base.__module__ == CACHES for base in kind.__mro__)
 
 
 class Rebuilder:
@@ -416,7 +417,7 @@ _BUILDERS: dict[str, _Builder] = {
     "dict": Rebuilder._dict,
     "namedtuple": Rebuilder._namedtuple,
     "dataclass": Rebuilder._dataclass,
-    "object": lambda rebuilder, content, place: rebuilder._instance(content, place, _is_cache),
+    "object": lambda rebuilder, content, place: rebuilder._instance(content, place, is_cache),
     "class": Rebuilder._named_class,
     "enum": Rebuilder._enum,
     "array": lambda rebuilder, content, place: rebuilder._tensor(content, place).numpy(),
