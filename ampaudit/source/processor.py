@@ -28,6 +28,7 @@ AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 KINDS = ("text", "images", "audio")
 _MAX_FILES, _MAX_BYTES = 64, 128_000_000  # limits on what is copied
 _MAX_TOKENS = 2048
+_POSITIONS = ("max_position_embeddings", "max_target_positions")
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")
 _NAMES = (
     "tokenizer",
@@ -209,12 +210,9 @@ class Processor:
 
     def _longest(self) -> int:
         """Return the largest number of tokens that both the tokenizer and the model take."""
-        config = text_config(self._config)
-        positions = getattr(config, "max_position_embeddings", None)
-        positions = getattr(config, "max_target_positions", None) if positions is None else positions
-        positions = (
-            positions - 2 if isinstance(positions, int) and positions > 2 else None
-        )  # RoBERTa's offset
+        positions = first_setting(text_config(self._config), _POSITIONS, None)
+        # RoBERTa's offset
+        positions = positions - 2 if isinstance(positions, int) and positions > 2 else None
         limits = (_MAX_TOKENS, getattr(self.parts["text"], "model_max_length", None), positions)
         return min(int(limit) for limit in limits if limit is not None and limit > 0)
 
@@ -320,8 +318,7 @@ def longest_text(config: Any, *, decoder: bool = False) -> int | None:
     Raises:
         InputError: The value is not a size.
     """
-    names = ("max_position_embeddings", "max_target_positions")
-    longest: Any = first_setting(text_config(config, decoder=decoder), names, None)
+    longest: Any = first_setting(text_config(config, decoder=decoder), _POSITIONS, None)
     return None if longest is None or longest == -1 else check_sizes("max_position_embeddings", longest)[0]
 
 
