@@ -109,7 +109,8 @@ class OnnxFile:
         if not elements:
             return torch.empty(shape, dtype=torch.int8 if half else dtype)
         if half:
-            return _unpacked(flat, elements, signed=value.dtype.name == "INT4").view(shape)
+            codes = unpacked(flat, 4)[:elements].to(torch.int8).view(shape)
+            return (codes ^ 8) - 8 if value.dtype.name == "INT4" else codes
         if dtype == torch.bool:
             return (flat != 0).view(shape)
         return flat.view(dtype).view(shape)
@@ -238,10 +239,10 @@ def _sort(graph: ir.Graph | ir.Function) -> None:
         raise BadGraph(f"{name} needs its own result") from None
 
 
-def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tensor:
-    """Unpack four-bit numbers to int8, the lower half of each byte first."""
-    pairs = torch.stack([flat & 15, flat >> 4], -1).view(-1)[:elements].to(torch.int8)
-    return (pairs ^ 8) - 8 if signed else pairs
+def unpacked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack the numbers in bytes along the last axis, low bits first."""
+    parts = [tensor >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).flatten(-2)
 
 
 class _Field(NamedTuple):

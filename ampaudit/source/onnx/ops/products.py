@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ampaudit.source.onnx.files import unpacked
 from ampaudit.source.onnx.ops.elementwise import PLAIN, WITH_ALPHA, cast_tensor, named_dtype
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 
@@ -206,20 +207,14 @@ def matmul_n_bits(
         raise Unsupported("its weights are ordered by groups")
     blocks = -(-columns // size)
     factor = scales.reshape(rows, blocks, 1)
-    packed = _unpacked(b.reshape(rows, blocks, -1), bits)[..., :size].to(x.dtype)
+    packed = unpacked(b.reshape(rows, blocks, -1), bits)[..., :size].to(x.dtype)
     if zeros is None:
         offset: Any = float(1 << (bits - 1))
     else:
-        offset = zeros if zeros.is_floating_point() else _unpacked(zeros.reshape(rows, -1), bits)
+        offset = zeros if zeros.is_floating_point() else unpacked(zeros.reshape(rows, -1), bits)
         offset = offset.reshape(rows, -1)[:, :blocks].unsqueeze(-1).to(x.dtype)
     weight = ((packed - offset) * factor).reshape(rows, -1)[:, :columns]
     return F.linear(x, weight, bias)
-
-
-def _unpacked(tensor: Tensor, bits: int) -> Tensor:
-    """Unpack the numbers in bytes, low bits first."""
-    parts = [tensor >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
-    return torch.stack(parts, -1).flatten(-2)
 
 
 @operator("Attention")
