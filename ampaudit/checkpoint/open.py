@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,52 +32,32 @@ class _Index(BaseModel):
 _INDEX = TypeAdapter(_Index)
 
 
-class WatchedPart:
-    """A part that tells how many bytes are read from it."""
-
-    def __init__(self, part: Part, on_read: Callable[[int], None]) -> None:
-        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
-        self._part, self._on_read = part, on_read
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the pieces of the part."""
-        for piece in self._part.pieces(name):
-            yield piece
-            self._on_read(piece.nbytes)
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # of a piece of the tensor with this name
 
 
-class RescaledPart:
-    """A part with some tensors multiplied by powers of two, whose exponents are given by their names."""
+class ChangedPart:
+    """A part whose pieces are changed as they are read."""
 
-    def __init__(self, part: Part, powers: Mapping[str, int]) -> None:
-        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
-        self._part, self._powers = part, powers
+    def __init__(self, part: Part, change: Change, entries: dict[str, TensorEntry] | None = None) -> None:
+        self.label, self.metadata, self.entries = part.label, part.metadata, entries or part.entries
+        self._part, self._change = part, change
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the pieces of the part.
-
-        Raises:
-            WeightsError: A product is not exact.
-        """
-        power = self._powers.get(name, 0)
-        for piece in self._part.pieces(name):
-            scaled = piece * 2.0**power if power else piece
-            if power and not torch.equal(scaled * 2.0**-power, piece):
-                what = f"{describe(self.label)}: {describe(name)!r} times 2^{power} is not exact"
-                raise WeightsError(what, hint="leave out --rescale")
-            yield scaled
+        """Yield the changed pieces."""
+        return map(partial(self._change, name), self._part.pieces(name))
 
 
-def count_megabytes(phase: str, total: int, on_progress: Progress) -> Callable[[int], None]:
-    """Return a function that adds up bytes and reports them in megabytes."""
+def count_megabytes(phase: str, total: int, on_progress: Progress) -> Change:
+    """Return a function that adds up the bytes of pieces, and reports them in megabytes."""
     done = 0
 
-    def on_read(size: int) -> None:
+    def counted(_: str, piece: torch.Tensor) -> torch.Tensor:
         nonlocal done
-        done = min(done + size, total)  # a tensor may be read again
+        done = min(done + piece.nbytes, total)  # a tensor may be read again
         on_progress(phase, done // 10**6, total // 10**6)
+        return piece
 
-    return on_read
+    return counted
 
 
 @dataclass(frozen=True, slots=True)

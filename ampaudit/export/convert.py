@@ -19,16 +19,16 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
-from ampaudit.checkpoint.open import Checkpoint, RescaledPart, map_checkpoint
-from ampaudit.checkpoint.safetensors import InMemory, MappedWeights, Part, write_part
+from ampaudit.checkpoint.open import ChangedPart, Checkpoint, map_checkpoint
+from ampaudit.checkpoint.safetensors import InMemory, MappedWeights, write_part
 from ampaudit.core.config import path_argument, with_options
-from ampaudit.core.errors import SourceError, UsageError
+from ampaudit.core.errors import SourceError, UsageError, WeightsError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.text import listed
-from ampaudit.core.untrusted import open_regular
+from ampaudit.core.untrusted import describe, open_regular
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retraced
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
@@ -349,9 +349,17 @@ class Rescaling:
 
     def of(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         """Return a checkpoint of original weights with the changes applied."""
-        powers = {name: self.powers.get(names.get(name, name), 0) for name in checkpoint.entries}
-        parts: tuple[Part, ...] = tuple(RescaledPart(part, powers) for part in checkpoint.parts)
-        return replace(checkpoint, parts=parts)
+        places = {name: part.label for part in checkpoint.parts for name in part.entries}
+
+        def scaled(name: str, piece: torch.Tensor) -> torch.Tensor:
+            power = self.powers.get(names.get(name, name), 0)
+            product = piece * 2.0**power if power else piece
+            if power and not torch.equal(product * 2.0**-power, piece):
+                what = f"{describe(places[name])}: {describe(name)!r} times 2^{power} is not exact"
+                raise WeightsError(what, hint="leave out --rescale")
+            return product
+
+        return replace(checkpoint, parts=tuple(ChangedPart(part, scaled) for part in checkpoint.parts))
 
     def written(self, directory: Path, source: ModelSource) -> tuple[str, ...]:
         """Set the numbers in a Hugging Face directory's configuration; return notes for the user."""

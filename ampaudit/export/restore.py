@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.checkpoint import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, TORCH_NAMES
-from ampaudit.checkpoint.open import INDEX_SUFFIX, WatchedPart, count_megabytes
+from ampaudit.checkpoint.open import INDEX_SUFFIX, ChangedPart, count_megabytes
 from ampaudit.checkpoint.safetensors import SafetensorsFile, TensorEntry, write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
@@ -42,8 +42,8 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
         )
     with staged_directory(output, force=force, ours=MANIFEST) as stage:
         total = sum(TensorEntry(n, t.original_dtype, t.shape).size for n, t in manifest.tensors.items())
-        on_read = count_megabytes("restoring MB of weights", total, on_progress)
-        parts = {name: WatchedPart(_part(directory, name), on_read) for name in manifest.weight_files}
+        counted = count_megabytes("restoring MB of weights", total, on_progress)
+        parts = {name: ChangedPart(_part(directory, name), counted) for name in manifest.weight_files}
         files: dict[str, FileRecord] = {}
         tensors: dict[str, StoredTensor] = {}
         for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
@@ -60,7 +60,7 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
 
 
 def _restore_file(
-    label: str, manifest: Manifest, parts: dict[str, WatchedPart], path: Path
+    label: str, manifest: Manifest, parts: dict[str, ChangedPart], path: Path
 ) -> tuple[FileRecord, dict[str, StoredTensor]]:
     """Restore one file, with its tensors in the order of the converted one."""
     working = parts[label]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,8 +14,8 @@ import torch
 from ampaudit.checkpoint import FLOAT_TYPES, MANIFEST, MASTER, SINGLE
 from ampaudit.checkpoint.open import (
     INDEX_SUFFIX,
+    ChangedPart,
     Checkpoint,
-    WatchedPart,
     count_megabytes,
     weights_error,
 )
@@ -28,7 +28,6 @@ from ampaudit.checkpoint.safetensors import (
     clipped,
     dtype_of,
     write_part,
-    write_safetensors,
 )
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.session import Progress, silent
@@ -163,8 +162,8 @@ def _watched(
     entries = checkpoint.entries.values()
     rounded = (entry.size for entry in entries if masters and decisions[entry.name].dtype != entry.dtype)
     total = sum(entry.size for entry in entries) + sum(rounded)
-    on_read = count_megabytes("writing MB of weights", total, on_progress)
-    return replace(checkpoint, parts=tuple(WatchedPart(part, on_read) for part in checkpoint.parts))
+    counted = count_megabytes("writing MB of weights", total, on_progress)
+    return replace(checkpoint, parts=tuple(ChangedPart(part, counted) for part in checkpoint.parts))
 
 
 def _stored(
@@ -205,24 +204,18 @@ def _write_working(
     stats: dict[str, TensorStats],
 ) -> Written:
     """Write one file of working weights, collecting statistics into ``stats``."""
+    entries = {name: replace(entry, dtype=decisions[name].dtype) for name, entry in part.entries.items()}
 
-    def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
-        form = measure if entry.dtype in FLOAT_TYPES else None
-        if form is not None:
-            stats[entry.name] = TensorStats()
-        decision = decisions[entry.name]
-        dtype = dtype_of(decision.dtype) if decision.dtype != entry.dtype else None
-        for piece in part.pieces(entry.name):
-            exact = piece
-            if clip is not None and dtype is not None:
-                exact = clipped(piece, clip.min_positive, clip.max_finite)
-            if form is not None:
-                stats[entry.name].add(exact, form)
-            yield exact if dtype is None else exact.to(dtype)
+    def rounded(name: str, piece: torch.Tensor) -> torch.Tensor:
+        before, after = part.entries[name].dtype, entries[name].dtype
+        exact = piece
+        if clip is not None and after != before:
+            exact = clipped(piece, clip.min_positive, clip.max_finite)
+        if measure is not None and before in FLOAT_TYPES:
+            stats.setdefault(name, TensorStats()).add(exact, measure)
+        return exact if after == before else exact.to(dtype_of(after))
 
-    entries = [TensorEntry(e.name, decisions[e.name].dtype, e.shape) for e in part.entries.values()]
-    pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
-    return write_safetensors(path, entries, part.metadata, pieces)
+    return write_part(path, ChangedPart(part, rounded, entries))
 
 
 def _master_name(label: str) -> str:
