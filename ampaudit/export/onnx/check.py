@@ -70,11 +70,9 @@ def _with_runtime_domain(path: Path, nonstandard: Collection[str]) -> Iterator[P
     import onnx
     import onnx_ir as ir
 
-    from ampaudit.source.onnx.names import STANDARD
-
     model = ir.load(path)
     for node in model.graph.all_nodes():
-        if node.domain in STANDARD and node.op_type in nonstandard:
+        if not node.domain and node.op_type in nonstandard:
             node.domain = _RUNTIME
     model.opset_imports.setdefault(_RUNTIME, 1)
     copy = path.with_name(f"{path.stem}.checked.onnx")  # in the directory of its weights

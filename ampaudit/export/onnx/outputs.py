@@ -32,7 +32,7 @@ from ampaudit.run.runner import ExecutorCache
 from ampaudit.source import Batch
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import bodies_of, plain_domain
+from ampaudit.source.onnx.names import bodies_of
 from ampaudit.source.onnx.source import GraphInput, batch_of, by_name, inputs_of, is_sum, size_of
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
@@ -220,7 +220,7 @@ def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
 
 
 def _chooses(node: ir.Node) -> bool:
-    chooses = node.op_type in CHOOSING | COMPARING and plain_domain(node.domain) == ""
+    chooses = node.op_type in CHOOSING | COMPARING and not node.domain
     return chooses and any(map(is_float32, node.inputs))
 
 

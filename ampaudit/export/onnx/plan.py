@@ -43,7 +43,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.checks import schema_of
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import STANDARD, NodeNames, bodies_of, plain_domain
+from ampaudit.source.onnx.names import NodeNames, bodies_of
 from ampaudit.trace.graph import Site
 from ampaudit.tuning.tune import tuned_rules
 
@@ -141,7 +141,7 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
             return None
         for use in uses:
             node = use.node
-            if node is None or node.domain not in STANDARD:
+            if node is None or node.domain:
                 return None
             if node.op_type in _ENDS:
                 ends.add(node)
@@ -380,7 +380,7 @@ def _with_large_values(names: Mapping[ir.Node, str], report: Report) -> set[ir.N
 
 def _passed_on(node: ir.Node) -> list[ir.Value]:
     """Return the values that a node passes on unchanged: its operands, or the outputs of its bodies."""
-    operands = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
+    operands = node.inputs if node.op_type in MOVING and not node.domain else ()
     returned = (value for body in bodies_of(node) for value in body.outputs)
     return [value for value in (*operands, *returned) if value is not None]
 
@@ -399,7 +399,7 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
     version_before = model.opset_imports.get("")
     if version_before is None:
         return None
-    nodes = [n for n in model.graph.all_nodes() if n.domain in STANDARD and n.version is None]
+    nodes = [n for n in model.graph.all_nodes() if not n.domain and n.version is None]
     floats = [n for n in nodes if any(map(is_float32, (*n.inputs, *n.outputs)))]
 
     def count_low(version: int) -> int:

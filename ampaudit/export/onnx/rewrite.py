@@ -24,7 +24,7 @@ from ampaudit.export.onnx.types import (
     node_types,
 )
 from ampaudit.source.onnx.files import torch_dtype_of
-from ampaudit.source.onnx.names import STANDARD, bodies_of, plain_domain
+from ampaudit.source.onnx.names import bodies_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -105,12 +105,10 @@ class _Network:
                 self._add_value(value, self._producer(producer, value), users)
 
     def _add_node(self, node: ir.Node) -> None:
-        domain = plain_domain(node.domain)
-        version = node.version or self.versions.get(domain, 1)
-        types = node_types(node, version, self.low)
+        types = node_types(node, node.version or self.versions.get(node.domain, 1), self.low)
         self.regions.types[node] = types
         self.flow.add_node(node)
-        moves = node.op_type in MOVING and domain == ""
+        moves = node.op_type in MOVING and not node.domain
         decided = self.decisions.get(node)
         if not types.takes_low or decided is True or (decided is None and not self._is_free(node)):
             self.regions.wide.add(node)
@@ -187,7 +185,7 @@ class Rewriter:
         for node in list(graph):
             for body in bodies_of(node):
                 self._rewrite_graph(body, node)
-            if node.op_type == "Constant" and node.domain in STANDARD:
+            if node.op_type == "Constant" and not node.domain:
                 if is_float32(node.outputs[0]):
                     self._convert_stored_value(graph, node.outputs[0], border, node)
                 continue
@@ -301,7 +299,7 @@ class Rewriter:
         """Set the attribute that defines the result type of some operators."""
         import onnx_ir as ir
 
-        if node.domain not in STANDARD or not self.regions.is_low(node):
+        if node.domain or not self.regions.is_low(node):
             return
         if not any(is_float32(value) for value in node.outputs):
             return
@@ -327,7 +325,7 @@ class Rewriter:
     def _drop_idle_casts(self, graph: ir.Graph) -> None:
         """Remove casts of a value to its own type."""
         for node in list(graph):
-            if node.op_type != "Cast" or node.domain not in STANDARD:
+            if node.op_type != "Cast" or node.domain:
                 continue
             value, result = node.inputs[0], node.outputs[0]
             if value is None or value.dtype is None or int(value.dtype) != node.attributes["to"].value:

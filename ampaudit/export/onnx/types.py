@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.source.onnx.checks import schema_of
-from ampaudit.source.onnx.names import STANDARD, axis_of
+from ampaudit.source.onnx.names import axis_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -96,9 +96,9 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
 
     inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(len(node.inputs)))
     outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(len(node.outputs)))
-    if node.op_type == "LayerNormalization" and node.domain in STANDARD:
+    if node.op_type == "LayerNormalization" and not node.domain:
         outputs = (outputs[0], *(SlotType.FLOAT32,) * (len(outputs) - 1))  # its statistics are of stash_type
-    if node.op_type == "Resize" and node.domain in STANDARD and version > 10:
+    if node.op_type == "Resize" and not node.domain and version > 10:
         # its region, scales and sizes are coordinates, which 16 bits would move
         inputs = (inputs[0], *(SlotType.FLOAT32,) * (len(inputs) - 1))
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
@@ -112,7 +112,7 @@ def _alike(node: ir.Node, slot: SlotType, *, takes_low: bool) -> NodeTypes:
 
 def _special(node: ir.Node) -> NodeTypes | None:
     """Return the types of operators with bodies, of conversions, and of operators without float results."""
-    if node.domain not in STANDARD:
+    if node.domain:
         return None
     if node.op_type in ("If", "Loop", "Scan"):
         return _alike(node, SlotType.CHOSEN, takes_low=True)
@@ -132,7 +132,7 @@ def on_last_axis(node: ir.Node) -> bool:
 def nonstandard_operators(model: ir.Model) -> set[str]:
     """Return operators in the standard domain that the standard does not define, such as ONNX Runtime's."""
     version = model.opset_imports.get("", 1)
-    operators = {node.op_type for node in model.graph.all_nodes() if node.domain in STANDARD}
+    operators = {node.op_type for node in model.graph.all_nodes() if not node.domain}
     return {operator for operator in operators if schema_of("", operator, version) is None}
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, is_float32
-from ampaudit.source.onnx.names import axis_of, bodies_of, plain_domain
+from ampaudit.source.onnx.names import axis_of, bodies_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -91,8 +91,9 @@ class _Numbers:
                 if must and value is not None:
                     self.needed.append(value)
                     self.nodes.add(node)
-            standard = plain_domain(node.domain) == ""
-            results = self._returned(node, bodies) if bodies else _results(node, inputs) if standard else []
+            results = (
+                self._returned(node, bodies) if bodies else [] if node.domain else _results(node, inputs)
+            )
             for place, value in enumerate(node.outputs):
                 number = results[min(place, len(results) - 1)] if results else _REAL
                 self._known[value] = self._limited(value, number)

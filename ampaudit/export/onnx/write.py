@@ -11,7 +11,6 @@ import torch
 
 from ampaudit.export.onnx.check import open_session
 from ampaudit.source.onnx.files import LARGE, OWN_FILE, write_with_values
-from ampaudit.source.onnx.names import STANDARD
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -62,7 +61,7 @@ def casts_in(model: ir.Model) -> Counter[str]:
 
     casts: Counter[str] = Counter()
     for node in model.graph.all_nodes():
-        if node.op_type == "Cast" and node.domain in STANDARD and node.inputs[0] is not None:
+        if node.op_type == "Cast" and not node.domain and node.inputs[0] is not None:
             source, to = node.inputs[0].dtype, ir.DataType(node.attributes["to"].value)
             if to.name in ONNX_FLOATS and source is not None and source.name in ONNX_FLOATS:
                 casts[ONNX_FLOATS[to.name]] += 1

@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.untrusted import describe
-from ampaudit.source.onnx.names import plain_domain
 
 if TYPE_CHECKING:
     import onnx
@@ -60,6 +59,11 @@ def check_model(proto: onnx.ModelProto) -> None:
     for function in proto.functions:
         _check_nodes(function.node, _versions(function), frozenset(), function.input, function.output)
     _check_calls(proto.graph.node, functions)
+
+
+def plain_domain(name: str) -> str:
+    """Return the domain of an operator set, with the empty name for the standard one, as in onnx_ir."""
+    return "" if name == "ai.onnx" else name
 
 
 def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
@@ -178,7 +182,7 @@ def schema_of(domain: str, op_type: str, version: int) -> Any:
     import onnx
 
     try:
-        return onnx.defs.get_schema(op_type, version, plain_domain(domain))
+        return onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
         return None
 

@@ -17,7 +17,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
-from ampaudit.source.onnx.names import NodeNames, graphs_of, layer_name, parameter_place, plain_domain
+from ampaudit.source.onnx.names import NodeNames, graphs_of, layer_name, parameter_place
 from ampaudit.source.onnx.ops import OPERATORS
 from ampaudit.source.onnx.values import (
     FLOATS,
@@ -219,10 +219,9 @@ class _Run:
             self._run_nodes(graph, inner, frame)
             return [inner[str(value.name)] for value in graph.outputs]
 
-        domain = plain_domain(node.domain)
-        version = node.version or frame.versions.get(domain, frame.versions.get("", 1))
+        version = node.version or frame.versions.get(node.domain, frame.versions.get("", 1))
         call = NodeCall(node, version, inputs, body, attributes=frame.attributes, float32=self._float32)
-        if node.op_type == "Constant" and not domain:
+        if node.op_type == "Constant" and not node.domain:
             return [self._constant(call)]
         try:
             results = self._compute(call, frame, origin)
@@ -247,7 +246,7 @@ class _Run:
             caller = frame.caller if frame.origin is not None else layer_name(origin)
             inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
             return self._run_function(function, call, inner)
-        implementation = OPERATORS.get((plain_domain(node.domain), node.op_type))
+        implementation = OPERATORS.get((node.domain, node.op_type))
         why = f"no operator {describe(node.op_type)}"
         if implementation is not None:
             try:
@@ -345,8 +344,8 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
         ) from None
     except Exception as error:  # whatever ONNX Runtime raises
         raise Unsupported(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
-    domain = plain_domain(node.domain)
-    results = _op(re.sub(r"\W", "_", f"{domain}_{node.op_type}" if domain else node.op_type))(tensors, model)
+    name = f"{node.domain}_{node.op_type}" if node.domain else node.op_type
+    results = _op(re.sub(r"\W", "_", name))(tensors, model)
     iterator = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)
     return [next(iterator) if output.name else None for output in node.outputs]
 

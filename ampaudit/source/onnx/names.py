@@ -18,8 +18,6 @@ from ampaudit.trace.replay import MODULE_SCOPE
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-STANDARD = ("", "ai.onnx")
-
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
 _NUMBERED = re.compile(r"@-?[0-9]+$")
@@ -157,11 +155,6 @@ def shorten_name(name: str) -> str:
 def axis_of(node: ir.Node, default: int) -> int:
     """Return the axis attribute of a node, or the default of its operator."""
     return node.attributes["axis"].as_int() if "axis" in node.attributes else default
-
-
-def plain_domain(name: str) -> str:
-    """Return the domain of an operator set, with the empty name for the standard one."""
-    return "" if name in STANDARD else name
 
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
