@@ -61,8 +61,16 @@ def check_model(proto: onnx.ModelProto) -> None:
     _check_calls(proto.graph.node, functions)
 
 
-def plain_domain(name: str) -> str:
-    """Return the domain of an operator set, with the empty name for the standard one, as in onnx_ir."""
+def name_standard_domain(proto: onnx.ModelProto) -> None:
+    """Give the standard domain its empty name in operator sets and functions, as onnx_ir does in nodes."""
+    for part in (proto, *proto.functions):
+        for item in part.opset_import:
+            item.domain = _plain_domain(item.domain)
+    for function in proto.functions:
+        function.domain = _plain_domain(function.domain)
+
+
+def _plain_domain(name: str) -> str:
     return "" if name == "ai.onnx" else name
 
 
@@ -84,7 +92,7 @@ def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
 def _versions(proto: Any) -> dict[str, int]:
     import onnx
 
-    versions = {plain_domain(item.domain): item.version for item in proto.opset_import}
+    versions = {item.domain: item.version for item in proto.opset_import}
     newest = onnx.defs.onnx_opset_version()
     if not 1 <= versions.get("", 1) <= newest:
         raise BadGraph(f"needs operator set {versions['']}; onnx knows 1 to {newest}", _UPGRADE)
@@ -155,7 +163,7 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
     """Check a standard node against the definition of its operator."""
-    if plain_domain(node.domain):
+    if _plain_domain(node.domain):
         return
     schema = schema_of("", node.op_type, versions.get("", 1))
     if schema is None:
@@ -195,7 +203,7 @@ def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) 
         count, depth = 0, 0
         for node in nodes:
             count += 1
-            callee = (node.domain, node.op_type, node.overload)
+            callee = (_plain_domain(node.domain), node.op_type, node.overload)
             if callee in path:
                 raise BadGraph(f"{_title(node)} calls the function that it is in")
             if callee in functions and callee not in measured:

@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
-from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, node_title
+from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, name_standard_domain, node_title
 from ampaudit.source.onnx.names import graphs_of
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ def read_onnx(path: Path) -> OnnxFile:
     try:
         proto = onnx.ModelProto()
         proto.ParseFromString(without_large_values(mapping))
+        name_standard_domain(proto)
         check_model(proto)
         model = ir.from_proto(proto)
         _sort(model.graph)

@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper
 
 from ampaudit.core.errors import AuditError
-from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.source.onnx.files import OnnxFile, read_onnx
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.values import OPERATORS
 
@@ -299,3 +299,13 @@ def test_old_operator_sets(version: int) -> None:
     model.opset_import[0].version = version
     model.ir_version = 8
     agrees(model, {"x": x})
+
+
+def test_the_long_name_of_the_standard_operator_set_has_its_version(tmp_path: Path) -> None:
+    """Softmax of operator set 1 to 12 is over all axes from the second on."""
+    x = floats(2, 3, 4)
+    proto = model_of([helper.make_node("Softmax", ["x"], ["y"], domain="ai.onnx")], {"x": x}, ["y"], {})
+    proto.opset_import[0].domain = "ai.onnx"
+    onnx.save(proto, tmp_path / "model.onnx")
+    found = OnnxModel(read_onnx(tmp_path / "model.onnx"))(torch.from_numpy(x))
+    torch.testing.assert_close(found["y"], torch.softmax(torch.from_numpy(x), -1))
