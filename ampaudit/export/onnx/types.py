@@ -8,7 +8,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.source.onnx.checks import schema_of
-from ampaudit.source.onnx.names import axis_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -125,7 +124,7 @@ def _special(node: ir.Node) -> NodeTypes | None:
 
 def on_last_axis(node: ir.Node) -> bool:
     """Return whether a node works along the last axis, its operator's default."""
-    axis, data = axis_of(node, -1), node.inputs[0]
+    axis, data = node.attributes.get_int("axis", -1), node.inputs[0]
     return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, is_float32
-from ampaudit.source.onnx.names import axis_of, bodies_of
+from ampaudit.source.onnx.names import bodies_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -199,7 +199,7 @@ def _rows_read(node: ir.Node | None, place: int) -> float:
     """Return the number of rows of the table that an input indexes; infinity if it is not an index."""
     if node is None or node.op_type != "Gather" or place != 1:
         return math.inf
-    return _size(node.inputs[0], axis_of(node, 0))
+    return _size(node.inputs[0], node.attributes.get_int("axis", 0))
 
 
 def _size(value: ir.Value | None, axis: int) -> float:
@@ -249,9 +249,9 @@ def _results(node: ir.Node, inputs: Sequence[_Number]) -> list[_Number]:
         case "Size" | "NonZero":
             return [_count(_product(_sizes(data)))]
         case "ArgMax" | "ArgMin":
-            return [_count(_size(data, axis_of(node, 0)))]
+            return [_count(_size(data, node.attributes.get_int("axis", 0)))]
         case "TopK":
-            return [first, _count(_size(data, axis_of(node, -1)))]
+            return [first, _count(_size(data, node.attributes.get_int("axis", -1)))]
         case "Range":
             peak = max(peaks[:2], default=math.inf)
             return [replace(joined, peak=peak, counted=True, grows=peak == math.inf, plain=True)]

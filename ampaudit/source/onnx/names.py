@@ -152,11 +152,6 @@ def shorten_name(name: str) -> str:
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def axis_of(node: ir.Node, default: int) -> int:
-    """Return the axis attribute of a node, or the default of its operator."""
-    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
-
-
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """Return the graph attributes of a node."""
     bodies: list[ir.Graph] = []

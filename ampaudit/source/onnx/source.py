@@ -23,7 +23,6 @@ from ampaudit.source.inputs import functions_of, inputs_from, unknown_axis
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import axis_of
 from ampaudit.trace.values import dtype_name
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _rows(value: ir.Value) -> int:
     while pending:
         for node, index in pending.pop().uses():
             if not node.domain and node.op_type in ("Gather", "GatherElements") and index == 1:
-                table, place = node.inputs[0], axis_of(node, 0)
+                table, place = node.inputs[0], node.attributes.get_int("axis", 0)
                 if table is not None and table.shape is not None and -1 <= place < len(table.shape):
                     table_sizes.append(table.shape[place])
             elif node.op_type in _PASS and index == 0:
