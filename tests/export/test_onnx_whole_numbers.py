@@ -334,5 +334,25 @@ def test_sums_of_sums_before_a_phase_are_followed_once() -> None:
     nodes += [node("CumSum", "h61 one", "phase"), node("Sin", "phase", "y")]
     made, _ = graph(nodes, {"x": floats(1, 8)}, [2], {"one": NUMBERS["one"]}, {"x": [1, "n"]})
     model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(made))
-    found = whole_number_nodes(model, FLOAT16, lambda tensor: torch.from_numpy(tensor.numpy().copy()))
+    found = whole_number_nodes(model, FLOAT16, _tensor_of)
     assert {each.op_type for each in found} == {"Identity", "Neg", "Add", "CumSum", "Sin"}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_stored_number_is_the_same_in_a_constant_node(name: str) -> None:
+    made, _ = GRAPHS[name](100)
+    nodes = onnx.ModelProto()
+    nodes.CopyFrom(made)
+    del nodes.graph.initializer[:]
+    for place, tensor in enumerate(made.graph.initializer):
+        constant = helper.make_node("Constant", [], [tensor.name], value=tensor)
+        nodes.graph.node.insert(place, constant)
+    found = [
+        {each.outputs[0].name for each in whole_number_nodes(model, FLOAT16, _tensor_of)}
+        for model in map(ir.serde.deserialize_model, map(onnx.shape_inference.infer_shapes, (made, nodes)))
+    ]
+    assert found[0] == found[1]
+
+
+def _tensor_of(tensor: ir.TensorProtocol) -> torch.Tensor:
+    return torch.from_numpy(tensor.numpy().copy())

@@ -43,7 +43,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.checks import schema_of
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import NodeNames, bodies_of
+from ampaudit.source.onnx.names import NodeNames, bodies_of, is_constant
 from ampaudit.trace.graph import Site
 from ampaudit.tuning.tune import tuned_rules
 
@@ -118,7 +118,7 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _
             if is_float32(value) and value.const_value is not None:
                 yield value, value.const_value, lambda tensor, v=value: setattr(v, "const_value", tensor)  # type: ignore[misc]
         for node in graph:
-            if node.op_type != "Constant" or not is_float32(node.outputs[0]):
+            if not is_constant(node) or not is_float32(node.outputs[0]):
                 continue
             tensor = constant_of(node)
             assert tensor is not None

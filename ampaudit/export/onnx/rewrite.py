@@ -24,7 +24,7 @@ from ampaudit.export.onnx.types import (
     node_types,
 )
 from ampaudit.source.onnx.files import torch_dtype_of
-from ampaudit.source.onnx.names import bodies_of
+from ampaudit.source.onnx.names import bodies_of, is_constant
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -185,7 +185,7 @@ class Rewriter:
         for node in list(graph):
             for body in bodies_of(node):
                 self._rewrite_graph(body, node)
-            if node.op_type == "Constant" and not node.domain:
+            if is_constant(node):
                 if is_float32(node.outputs[0]):
                     self._convert_stored_value(graph, node.outputs[0], border, node)
                 continue

@@ -61,7 +61,7 @@ def _is_container(value: ir.Value | None) -> bool:
 
 
 def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
-    """Return the value of a Constant node of floats as a tensor."""
+    """Return the tensor of a Constant node, or its floats as one; ``None`` for other attributes."""
     import onnx_ir as ir
 
     for name, attribute in node.attributes.items():

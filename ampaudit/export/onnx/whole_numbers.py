@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, is_float32
-from ampaudit.source.onnx.names import bodies_of
+from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, constant_of, is_float32
+from ampaudit.source.onnx.names import bodies_of, is_constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -82,6 +82,8 @@ class _Numbers:
     def visit(self, graph: ir.Graph) -> None:
         """Derive the properties of a graph's values in order, and collect the values that must be exact."""
         for node in graph:
+            if is_constant(node):
+                continue
             inputs = [_REAL if value is None else self.of(value) for value in node.inputs]
             bodies = list(bodies_of(node))
             for body in bodies:
@@ -103,7 +105,9 @@ class _Numbers:
         import onnx_ir as ir
 
         if value not in self._known:
-            stored = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+            node = value.producer()
+            default = None if value.is_graph_input() else value.const_value
+            stored = constant_of(node) if node is not None and is_constant(node) else default
             if stored is None:
                 self._known[value] = self._limited(value, _REAL)
             elif stored.size > _MOST_ELEMENTS or stored.dtype == ir.DataType.STRING:
@@ -161,7 +165,7 @@ class _Numbers:
             visited.add((value, adds_up))
             pending += [(source, False) for source in self._from.get(value, ())]
             producer = value.producer()
-            if producer is None or not is_float32(value):
+            if producer is None or is_constant(producer) or not is_float32(value):
                 continue
             adds_up = adds_up and producer.op_type in _ARITHMETIC
             if self.of(value).counted or adds_up:

@@ -17,7 +17,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
-from ampaudit.source.onnx.names import NodeNames, graphs_of, layer_name, parameter_place
+from ampaudit.source.onnx.names import NodeNames, graphs_of, is_constant, layer_name, parameter_place
 from ampaudit.source.onnx.ops import OPERATORS
 from ampaudit.source.onnx.values import (
     FLOATS,
@@ -159,7 +159,7 @@ class _Program:
                 assert value.const_value is not None
                 yield self.names.stored(graph, name), self.file.tensor(value.const_value)
         for node in self.file.nodes():
-            if node.op_type == "Constant" and not node.domain and not has_references(node):
+            if is_constant(node) and not has_references(node):
                 yield self.names.stored_constant(node), self.file.constant(node)
 
 
@@ -221,7 +221,7 @@ class _Run:
 
         version = node.version or frame.versions.get(node.domain, frame.versions.get("", 1))
         call = NodeCall(node, version, inputs, body, attributes=frame.attributes, float32=self._float32)
-        if node.op_type == "Constant" and not node.domain:
+        if is_constant(node):
             return [self._constant(call)]
         try:
             results = self._compute(call, frame, origin)

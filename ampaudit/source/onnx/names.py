@@ -152,6 +152,11 @@ def shorten_name(name: str) -> str:
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+def is_constant(node: ir.Node) -> bool:
+    """Return whether a node is a constant of the standard."""
+    return node.op_type == "Constant" and not node.domain
+
+
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """Return the graph attributes of a node."""
     bodies: list[ir.Graph] = []
