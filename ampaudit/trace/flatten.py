@@ -1,4 +1,4 @@
-"""Flattens an exported program into one graph by inlining regions and removing dead ops.
+"""Makes one flat graph of an exported program, without the marks of regions and without dead ops.
 
 A mark is an op without a result, which every pass of ``torch.export`` keeps. Its ``number`` identifies the
 function call, the hook or the read that it belongs to.
@@ -7,7 +7,6 @@ function call, the hook or the read that it belongs to.
 from __future__ import annotations
 
 import copy
-import operator
 from typing import Any
 
 import torch
@@ -29,13 +28,12 @@ _SCHEMAS = (
     "value_read(Tensor[] value, int number) -> ()",  # Python code reads this value
     "value_sized(Tensor[] value, int number) -> ()",  # values decide the size of this result
 )
-_REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
     """Build a flat graph that computes the same outputs, with explicit casts.
 
-    The bodies of autocast and no-grad regions become plain nodes: the dtypes say what the regions meant. Ops
+    What enters and leaves autocast and no-grad regions is dropped: the dtypes say what the regions meant. Ops
     without users are dropped unless they write to one of their inputs. An object that is not a tensor
     comes from a node of its own.
     """
@@ -55,8 +53,10 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
             env[node] = graph.create_node("call_function", held, (), {}, name=node.name)
         elif node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
-        else:
-            env[node] = _copy(node, source, graph, env)
+        elif node.op == "get_attr":
+            env[node] = getattr(source, str(node.target), None)
+        elif node.target not in region_calls:
+            env[node] = graph.node_copy(node, env.__getitem__)
     graph.eliminate_dead_code(has_effect)
     graph.lint()
     return graph
@@ -78,41 +78,6 @@ def as_module(graph: fx.Graph) -> fx.GraphModule:
         with graph.inserting_before(node):
             node.args = fx.node.map_aggregate(node.args, as_attribute)
     return fx.GraphModule(bodies, graph)
-
-
-def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> Any:
-    if node.op == "get_attr":
-        return getattr(owner, str(node.target), None)
-    if node.op == "call_function":
-        if node.target in region_calls:
-            return None
-        if getattr(node.target, "__name__", "") in _REGIONS:
-            return _inlined(node, graph, env)
-        if node.target is operator.getitem:
-            source: Any = node.args[0]
-            if isinstance(env[source], tuple):
-                return env[source][node.args[1]]
-    return graph.node_copy(node, lambda n: env[n])
-
-
-def _inlined(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> tuple[Any, ...]:
-    """Inline the region's body; its arguments are (settings..., submodule, inputs...)."""
-    args: list[Any] = list(node.args)
-    position = next(
-        i for i, a in enumerate(args) if isinstance(a, fx.Node) and isinstance(env[a], fx.GraphModule)
-    )
-    body: fx.GraphModule = env[args[position]]
-    inputs = [env[a] if isinstance(a, fx.Node) else a for a in args[position + 1 :]]
-    inner: dict[fx.Node, Any] = {}
-    result: Any = ()
-    for child in body.graph.nodes:
-        if child.op == "placeholder":
-            inner[child] = inputs.pop(0)
-        elif child.op == "output":
-            result = fx.node.map_arg(child.args[0], inner.__getitem__)
-        else:
-            inner[child] = _copy(child, body, graph, inner)
-    return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -66,6 +66,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "export_trace",
     "export_utils",
+    "flat_regions",
     "function_apply",
     "function_base",
     "fx_proxy",
@@ -145,6 +146,14 @@ def patched(replacements: Iterable[Replacement]) -> Iterator[None]:
         for owner, name, value in replacements:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+def flat_regions() -> Iterator[Replacement]:
+    """Yield what keeps an export from nesting the ops of each autocast and no-grad region in a graph."""
+    for region in ("autocast", "set_grad"):
+        name = f"replace_{region}_with_hop_pass"
+        module = import_module(f"torch._export.passes.{name}")
+        yield Replacement(module, name, lambda *unchanged: unchanged)
 
 
 @contextmanager

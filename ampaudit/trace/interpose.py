@@ -39,6 +39,7 @@ from ampaudit.trace.internals import (
     Replacement,
     custom_function_call,
     export_utils,
+    flat_regions,
     fx_proxy,
     indexing,
     inside_transform,
@@ -102,6 +103,7 @@ class DispatchHook:
             Replacement(nn.Module, "_apply", _apply),
             Replacement(layer_tracer, "__init__", _start_tracer),
             Replacement(layer_tracer, "path_of_module", _path_of),
+            *flat_regions(),
         )
         answering = nullcontext() if self.path is None else self.path.answering(current_layer)
         with patched(replacements), answering:

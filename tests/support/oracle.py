@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.trace import TracedModel
 from ampaudit.trace.entry import Entry, tensor_leaves
 from ampaudit.trace.flatten import flat_graph
+from ampaudit.trace.internals import flat_regions, patched
 
 OpDtype = tuple[str, str]
 # casts, and ops without arithmetic that indexing and layout changes may write in more than one way
@@ -48,7 +49,7 @@ def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.d
     shadow = copy.deepcopy(model, memo)
     inputs = tuple(on_cuda(t) for t in tensor_leaves((), kwargs))
     contiguous = mock.patch.object(torch.Tensor, "contiguous", _contiguous)
-    with torch.no_grad(), _IndexingWithoutCuda(), contiguous, cuda_autocast(dtype):
+    with torch.no_grad(), _IndexingWithoutCuda(), contiguous, cuda_autocast(dtype), patched(flat_regions()):
         program = torch.export.export(Entry(shadow, (), kwargs), inputs, strict=False)
     return _ops(flat_graph(program))
 
@@ -57,7 +58,7 @@ def after_half(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> 
     """Ops and output dtypes of an export of ``model.to(dtype)`` on inputs of that dtype."""
     low = copy.deepcopy(model).to(dtype)
     cast = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, kwargs)
-    with torch.no_grad():
+    with torch.no_grad(), patched(flat_regions()):
         program = torch.export.export(Entry(low, (), cast), tuple(tensor_leaves((), cast)), strict=False)
     return _ops(flat_graph(program))
 
