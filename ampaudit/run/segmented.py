@@ -375,28 +375,9 @@ class Passage:
 
 def moved_to(state: GraphState, device: torch.device) -> None:
     """Move values to a device, preserving strides and shared memory."""
-    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in copies:
-            if _is_view_of_bytes(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in storages:
-                    storages[storage._cdata] = storage, _bytes_of(storage).to(device).untyped_storage()
-                moved = _View.of(tensor, 0).on(storages[storage._cdata][1])
-            else:
-                moved = tensor.to(device)
-            copies[id(tensor)] = tensor, moved
-        return copies[id(tensor)][1]
-
-    for table in (state.values, state.buffers):
-        for node, pair in table.items():
-            table[node] = pytree.tree_map_only(torch.Tensor, change, pair)
-
-
-def _is_view_of_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    values, buffers = _joined(*_taken_apart(state), device)
+    state.values.update(values)
+    state.buffers.update(buffers)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -436,29 +417,50 @@ class _View(NamedTuple):
         return torch.ops.aten._neg_view(tensor) if self.is_neg else tensor
 
 
-def pack_state(state: GraphState, more: State) -> bytes:
-    """Return a state, with additional plain data, as bytes; shared memory is preserved."""
+def _taken_apart(state: GraphState) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return both tables of a state with views in place of tensors, and the bytes that these view."""
     storages: dict[int, tuple[int, torch.Tensor]] = {}
-    views: dict[int, tuple[str, tuple[Any, ...]]] = {}  # one tensor in two places stays one
+    views: dict[int, _View] = {}  # one tensor in two places stays one
 
-    def change(tensor: torch.Tensor) -> torch.Tensor | tuple[str, tuple[Any, ...]]:
-        if not _is_view_of_bytes(tensor):
+    def view_of(tensor: torch.Tensor) -> torch.Tensor | _View:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor
         storage = tensor.untyped_storage()
         index, _ = storages.setdefault(storage._cdata, (len(storages), _bytes_of(storage)))
-        return views.setdefault(id(tensor), (_VIEW, tuple(_View.of(tensor, index))))
+        return views.setdefault(id(tensor), _View.of(tensor, index))
 
-    tables = [
-        {node.name: pytree.tree_map_only(torch.Tensor, change, pair) for node, pair in table.items()}
-        for table in (state.values, state.buffers)
-    ]
-    contents = [content for _, content in storages.values()]
+    tables = [pytree.tree_map_only(torch.Tensor, view_of, table) for table in (state.values, state.buffers)]
+    return tables, [content for _, content in storages.values()]
+
+
+def _joined(tables: list[Any], contents: list[torch.Tensor], device: torch.device) -> Any:
+    """Return tables that were taken apart, on a device.
+
+    Raises:
+        ValueError: A view exceeds its storage.
+    """
+    storages = [content.to(device).untyped_storage() for content in contents]
+    tensors: dict[int, torch.Tensor] = {}
+
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | _View):
+            return leaf
+        if id(leaf) not in tensors:
+            tensors[id(leaf)] = (
+                leaf.on(storages[leaf.storage]) if isinstance(leaf, _View) else leaf.to(device)
+            )
+        return tensors[id(leaf)]
+
+    return pytree.tree_map(tensor_of, tables, is_leaf=lambda item: isinstance(item, _View))
+
+
+def pack_state(state: GraphState, more: State) -> bytes:
+    """Return a state, with additional plain data, as bytes; shared memory is preserved."""
+    tables, contents = _taken_apart(state)
+    named = [{node.name: pair for node, pair in table.items()} for table in tables]
     file = io.BytesIO()
-    torch.save({"storages": contents, "tables": tables, "group": state.group, "more": more}, file)
+    torch.save({"storages": contents, "tables": named, "group": state.group, "more": more}, file)
     return file.getvalue()
-
-
-_VIEW = "view of a storage"
 
 
 def unpack_state(data: bytes, program: Program, device: torch.device, name: str) -> tuple[GraphState, State]:
@@ -469,12 +471,11 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
     """
     nodes: dict[str, fx.Node] = {node.name: node for node in program.traced.graph.nodes}
     try:
-        contents = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        tensors: dict[int, torch.Tensor] = {}
-        storages = [content.untyped_storage() for content in contents["storages"]]
+        with torch.serialization.safe_globals([_View]):
+            contents = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         values, buffers = (
-            {nodes[key]: tuple(_unpacked(pair, storages, tensors)) for key, pair in table.items()}
-            for table in contents["tables"]
+            {nodes[key]: tuple(pair) for key, pair in table.items()}
+            for table in _joined(contents["tables"], contents["storages"], device)
         )
         group, more = contents["group"], contents["more"]
         if not (isinstance(group, int) and 0 <= group <= len(program.groups) and isinstance(more, dict)):
@@ -486,16 +487,3 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
             f"{name} is not a state of this audit: {first_line(error)}", hint="remove it, and start again"
         ) from None
     return GraphState(values, buffers, group), more
-
-
-def _unpacked(value: Any, storages: Sequence[torch.UntypedStorage], tensors: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _VIEW:
-        if id(value) not in tensors:
-            view = _View(*value[1])
-            tensors[id(value)] = view.on(storages[view.storage])
-        return tensors[id(value)]
-    if isinstance(value, dict):
-        return {key: _unpacked(item, storages, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_unpacked(item, storages, tensors) for item in value)
-    return value

@@ -368,9 +368,9 @@ def test_states_keep_lazy_conjugates_and_views_in_another_dtype(program: Program
 
 def test_a_state_that_reads_beyond_its_memory_is_refused(program: Program) -> None:
     data = pack_state(GraphState({program.inputs[0]: (torch.ones(2, 3),) * 2}, {}, 1), {})
-    found = torch.load(io.BytesIO(data), weights_only=True)
-    ((kind, view),) = {pair[0] for pair in found["tables"][0].values()}
-    found["tables"][0] = {program.inputs[0].name: ((kind, (*view[:3], (2, 4000), *view[4:])),) * 2}
+    found = torch.load(io.BytesIO(data), weights_only=False)
+    (view,) = {pair[0] for pair in found["tables"][0].values()}
+    found["tables"][0] = {program.inputs[0].name: (view._replace(shape=(2, 4000)),) * 2}
     file = io.BytesIO()
     torch.save(found, file)
     with pytest.raises(InputError, match="a tensor beyond its memory"):
