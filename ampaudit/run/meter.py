@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -51,6 +51,11 @@ Index = tuple[slice, ...]
 # Maps argument values and output to an index for each argument to cut, and one for the output.
 Cut = Callable[[tuple[Any, ...], torch.Tensor], tuple[dict[int, Index], Index] | None]
 Arguments = dict[str, Any]
+# what a meter has measured, by attribute
+_MEASURED = (
+    *("samples", "path", "gaps", "_updated", "_rows"),
+    *("_local_rows", "_inside_rows", "_choices", "_chosen"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,28 +178,13 @@ class Meter(Observer):
             self._note_gap(step, GapKind.CONTROL_FLOW, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return all measurements as plain data and tensors, for another process to continue with."""
+        """Return all measurements, for another process to continue with."""
         self.samples.flush()
-        return {
-            "samples": [(site, asdict(statistics)) for site, statistics in self.samples.results.items()],
-            "path": self.path.state(),
-            "gaps": [(gap.site, gap.kind.value, gap.op, gap.reason) for gap in self.gaps],
-            "updated": self._updated,
-            "rows": self._rows,
-            "local": self._local_rows,
-            "inside": self._inside_rows,
-            "choices": self._choices,
-            "chosen": self._chosen,
-        }
+        return {name: getattr(self, name) for name in _MEASURED}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the measurements of another process."""
-        self.samples.results = {site: SampleStatistics(**fields) for site, fields in state["samples"]}
-        self.path.restore(state["path"])
-        self.gaps = {Gap(site, GapKind(kind), op, reason) for site, kind, op, reason in state["gaps"]}
-        self._updated, self._rows = state["updated"], state["rows"]
-        self._local_rows, self._inside_rows = state["local"], state["inside"]
-        self._choices, self._chosen = state["choices"], state["chosen"]
+        vars(self).update({name: state[name] for name in _MEASURED})
 
     def results(self) -> Iterator[MeasuredValue]:
         """Yield all measurements since the start, fetched from the device at once."""
@@ -469,20 +459,16 @@ class PathValues:
             low = copied if value is reference else value.detach().clone()
             self._read.append((mark_number(step.node), copied, low))
 
-    def state(self) -> dict[str, Any]:
-        """Return the reads as plain data and tensors."""
-        return {"read": self._read, "resized": self.resized}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the reads of another process."""
-        self._read, self.resized = state["read"], state["resized"]
-
     def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return both values of each read by its number, fetched from the device together."""
         numbers = [number for number, _, _ in self._read]
         fp32 = _fetched([reference for _, reference, _ in self._read])
         low = _fetched([value for _, _, value in self._read])
         return dict(zip(numbers, zip(fp32, low, strict=True), strict=True))
+
+
+# the classes of what a meter has measured
+MEASUREMENTS = (Samples, SampleStatistics, PathValues, Gap, GapKind)
 
 
 def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

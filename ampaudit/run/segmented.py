@@ -26,7 +26,7 @@ from ampaudit.core.session import Progress
 from ampaudit.run.device import guarded, random_state, restore_random_state
 from ampaudit.run.fp32_check import reporting_model_failures
 from ampaudit.run.lockstep import GraphState, Interleaved, LockStep, Pair
-from ampaudit.run.meter import Meter
+from ampaudit.run.meter import MEASUREMENTS, Meter
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
@@ -455,7 +455,7 @@ def _joined(tables: list[Any], contents: list[torch.Tensor], device: torch.devic
 
 
 def pack_state(state: GraphState, more: State) -> bytes:
-    """Return a state, with additional plain data, as bytes; shared memory is preserved."""
+    """Return a state, with plain data and measurements, as bytes; shared memory is preserved."""
     tables, contents = _taken_apart(state)
     named = [{node.name: pair for node, pair in table.items()} for table in tables]
     file = io.BytesIO()
@@ -471,7 +471,7 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
     """
     nodes: dict[str, fx.Node] = {node.name: node for node in program.traced.graph.nodes}
     try:
-        with torch.serialization.safe_globals([_View]):
+        with torch.serialization.safe_globals([_View, *MEASUREMENTS]):
             contents = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         values, buffers = (
             {nodes[key]: tuple(pair) for key, pair in table.items()}
