@@ -461,41 +461,31 @@ def _mean(arguments: Arguments, r: Rounding) -> torch.Tensor:
     return r(total * (total.numel() / max(arguments["self"].numel(), 1)))
 
 
-def _normalized(
-    x: torch.Tensor, axes: tuple[int, ...], eps: float, r: Rounding, *, centred: bool
-) -> torch.Tensor:
+def rows_of_norm(x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, list[int]]:
+    """Return the input of a norm or a variance, and the axes over which it takes each mean; all if empty."""
+    if "num_groups" in arguments:
+        return x.reshape(x.shape[0], int(arguments["num_groups"]), -1), [-1]
+    if "normalized_shape" in arguments:
+        return x, list(range(-len(arguments["normalized_shape"]), 0))
+    if "running_mean" in arguments:
+        return x, [axis for axis in range(x.ndim) if axis != 1]
+    axes = arguments.get("dim")
+    return x, [] if axes is None else axes
+
+
+def _norm(arguments: Arguments, r: Rounding, *, centred: bool = True) -> torch.Tensor:
+    x, axes = rows_of_norm(arguments["input"], arguments)
+    eps = arguments.get("eps", 1e-5 if centred else None)
     centre = r(x - r(x.mean(axes, keepdim=True))) if centred else x
     variance = r(r(centre * centre).mean(axes, keepdim=True))
-    return r(centre * r(torch.rsqrt(r(variance + eps))))
-
-
-def _scaled(value: torch.Tensor, weight: Any, bias: Any, r: Rounding) -> torch.Tensor:
-    value = value if weight is None else r(value * weight)
-    return value if bias is None else r(value + bias)
-
-
-def _layer_norm(arguments: Arguments, r: Rounding) -> torch.Tensor:
-    axes = tuple(range(-len(arguments["normalized_shape"]), 0))
-    value = _normalized(arguments["input"], axes, float(arguments.get("eps", 1e-5)), r, centred=True)
-    return _scaled(value, arguments.get("weight"), arguments.get("bias"), r)
-
-
-def _rms_norm(arguments: Arguments, r: Rounding) -> torch.Tensor:
-    axes = tuple(range(-len(arguments["normalized_shape"]), 0))
-    eps = arguments.get("eps")
-    value = _normalized(arguments["input"], axes, 1.2e-7 if eps is None else float(eps), r, centred=False)
-    return _scaled(value, arguments.get("weight"), None, r)
-
-
-def _group_norm(arguments: Arguments, r: Rounding) -> torch.Tensor:
-    x = arguments["input"]
-    grouped = x.reshape(x.shape[0], int(arguments["num_groups"]), -1)
-    value = _normalized(grouped, (-1,), float(arguments.get("eps", 1e-5)), r, centred=True).reshape(x.shape)
-    shape = (1, -1) + (1,) * (x.ndim - 2)
-    weight, bias = (
-        None if arguments.get(k) is None else arguments[k].reshape(shape) for k in ("weight", "bias")
-    )
-    return _scaled(value, weight, bias, r)
+    inverse = r(torch.rsqrt(r(variance + (1.2e-7 if eps is None else float(eps)))))
+    value = r(centre * inverse).reshape(arguments["input"].shape)
+    for name, function in (("weight", torch.mul), ("bias", torch.add)):
+        if (operand := arguments.get(name)) is not None:
+            by_channel = "num_groups" in arguments
+            operand = operand.reshape(-1, *[1] * (value.ndim - 2)) if by_channel else operand
+            value = r(function(value, operand))
+    return value
 
 
 def _softmax(arguments: Arguments, r: Rounding) -> torch.Tensor:
@@ -512,8 +502,8 @@ _ACCUMULATED: dict[str, Callable[[Arguments, Rounding], torch.Tensor | None]] = 
     "mean": _mean,
 }
 _DECOMPOSED: dict[str, Callable[[Arguments, Rounding], torch.Tensor | None]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
+    "layer_norm": _norm,
+    "rms_norm": functools.partial(_norm, centred=False),
+    "group_norm": _norm,
     "softmax": _softmax,
 }

@@ -24,7 +24,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.findings.finding import Gap, GapKind
-from ampaudit.run.backends import Backend
+from ampaudit.run.backends import Backend, rows_of_norm
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.low_precision import multiplies
 from ampaudit.run.measure import (
@@ -50,7 +50,6 @@ _ROWS = 8
 Index = tuple[slice, ...]
 # Maps argument values and output to an index for each argument to cut, and one for the output.
 Cut = Callable[[tuple[Any, ...], torch.Tensor], tuple[dict[int, Index], Index] | None]
-Arguments = dict[str, Any]
 # what a meter has measured, by attribute
 _MEASURED = (
     *("samples", "path", "gaps", "_updated", "_rows"),
@@ -381,6 +380,10 @@ _CUTS: dict[str, Cut] = {
 }
 
 
+_CENTRED = frozenset("layer_norm group_norm batch_norm var std var_mean std_mean".split())
+_SQUARING = _CENTRED | {"rms_norm", "linalg_vector_norm", "norm", "cosine_similarity", "frobenius_norm"}
+
+
 def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Tensor | None:
     """Return the peak of (x - mean)^2 or x^2 over an op's reference input, as a scalar on its device.
 
@@ -389,9 +392,9 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     """
     if not isinstance(step.target, OpOverload):
         return None
-    centred = NORMS.get(base_name(step.target))
+    base = base_name(step.target)
     dtypes = [node_dtype(n) for n in step.node.all_input_nodes[:1]]
-    if centred is None or not any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes)):
+    if base not in _SQUARING or not any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes)):
         return None
     if not ref_args or not isinstance(ref_args[0], torch.Tensor):
         return None
@@ -403,42 +406,10 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
         low, high = torch.aminmax(x)
         if max(high - low, high, -low).item() ** 2 < limit:
             return None
-    return centred(x, arguments).abs().amax().square()
-
-
-def _plain(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    return x
-
-
-def _over_shape(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    axes = tuple(range(-len(arguments["normalized_shape"]), 0))
-    return x - x.mean(axes, keepdim=True)
-
-
-def _over_groups(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    grouped = x.reshape(x.shape[0], int(arguments["num_groups"]), -1)
-    return grouped - grouped.mean(-1, keepdim=True)
-
-
-def _over_axes(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    axes = arguments.get("dim")
-    if axes is None or axes is True or axes is False or axes == []:
-        return x - x.mean()
-    return x - x.mean(axes, keepdim=True)
-
-
-def _over_batch(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    return x - x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)
-
-
-NORMS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {
-    "layer_norm": _over_shape,
-    "rms_norm": _plain,
-    "group_norm": _over_groups,
-    "batch_norm": _over_batch,
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _over_axes),
-    **dict.fromkeys(("linalg_vector_norm", "norm", "cosine_similarity", "frobenius_norm"), _plain),
-}
+    if base in _CENTRED:
+        x, axes = rows_of_norm(x, arguments)
+        x = x - x.mean(axes, keepdim=True)
+    return x.abs().amax().square()
 
 
 class PathValues:
