@@ -161,16 +161,9 @@ class Emulated(Backend):
                 dtype = node_dtype(node)
                 if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
                     _round_blocks(tensor, tensor, dtype)
-        if step.in_place:
+        if step.in_place or not step.low_precision or not step.makes_values:
             return result
-        if not step.low_precision or not step.makes_values:
-            return result
-        if isinstance(result, torch.Tensor):
-            return _round_result(result, step.dtypes[0], args)
-        return type(result)(
-            _round_result(item, dtype, args) if isinstance(item, torch.Tensor) else item
-            for item, dtype in zip(result, step.dtypes, strict=True)
-        )
+        return step.mapped(result, lambda item, dtype: _round_result(item, dtype, args))
 
 
 class Native(Backend):
@@ -307,10 +300,7 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             target.copy_(updated)
     if step.in_place:
         return targets[0]
-    dtypes = iter(step.dtypes)
-    return pytree.tree_map(
-        lambda item: rounded(item, next(dtypes)) if isinstance(item, torch.Tensor) else item, result
-    )
+    return step.mapped(result, rounded)
 
 
 def _as_in_graph(template: Any, value: Any) -> Any:
@@ -375,13 +365,11 @@ class ContractBackend(Emulated):
         result = stepwise if stepwise is not None else super().call(step, args, kwargs)
         if not step.low_precision or not step.makes_values:
             return result
-        if isinstance(result, torch.Tensor):
-            changed = self._limit(result, step.dtypes[0])
-            return result.copy_(changed) if step.mutates else changed
-        return type(result)(self._limit(r, d) for r, d in zip(result, step.dtypes, strict=True))
+        changed = step.mapped(result, self._limit)
+        return result.copy_(changed) if step.mutates and isinstance(result, torch.Tensor) else changed
 
     def _limit(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        if dtype not in LOW_PRECISION_DTYPES or not isinstance(value, torch.Tensor):
+        if dtype not in LOW_PRECISION_DTYPES:
             return value
         limits = torch.finfo(dtype)
         if "flush-to-zero" in self.contract.words:

@@ -282,13 +282,7 @@ class LockStep:
         if _shapes(reference) == _shapes(result):
             return call, result
         # as the 16-bit run represents the reference's result
-        if isinstance(reference, torch.Tensor):
-            return call, self.backend.represent(reference, step.dtypes[0])
-        items = [
-            self.backend.represent(item, dtype) if isinstance(item, torch.Tensor) else item
-            for item, dtype in zip(reference, step.dtypes, strict=True)
-        ]
-        return call, type(reference)(items)
+        return call, step.mapped(reference, self.backend.represent)
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Copy casts that are later written to, since a cast to float32 returns its own input."""

@@ -103,6 +103,15 @@ class Step:
         name = argument_names(self.node.target)[position]
         return args[position] if position < len(args) else kwargs.get(name)
 
+    def mapped(self, result: Any, function: Callable[[torch.Tensor, torch.dtype | None], Any]) -> Any:
+        """Apply a function of a tensor and its dtype in the converted model to each tensor of a result."""
+        if isinstance(result, torch.Tensor):
+            return function(result, self.dtypes[0])
+        if not isinstance(result, list | tuple):
+            return result
+        items = zip(result, self.dtypes, strict=True)
+        return type(result)([function(x, d) if isinstance(x, torch.Tensor) else x for x, d in items])
+
     @property
     def low_precision(self) -> bool:
         """Whether an output is a 16-bit float."""
