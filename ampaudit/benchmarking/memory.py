@@ -199,7 +199,7 @@ def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: i
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy a module with fake tensors, keeping the parameters' ``requires_grad``."""
     with _without_graphs(model) as shared:
-        fake = make_fake_model(model, mode, {}).model
+        fake, _ = make_fake_model(model, mode, {})
     for name, value in shared.items():
         setattr(fake, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

@@ -271,10 +271,9 @@ def capture(
         convert = own_conversion(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         storage = storage_of(model, file.weights, low_dtype)
-        clone = make_fake_model(
+        fake_model, hooks = make_fake_model(
             model, mode, storage.dtypes, convert, trained=config.differentiated, hooked=tracer is not None
         )
-        fake_model = clone.model
         entry = Entry(
             fake_model,
             args,
@@ -283,7 +282,7 @@ def capture(
             reads.watching,
             None
             if tracer is None
-            else lambda traced, output: _trace_backward(tracer, caster, traced, output, clone.hooks),
+            else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
             None if path is None else lambda fakes: path.begin(model, fake_model, fakes, values),
         )
     entry.train(model.training)

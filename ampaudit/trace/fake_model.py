@@ -22,15 +22,7 @@ from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
 Conversion = Callable[[nn.Module], object]
-
-
-class FakeModel(nn.Module):
-    """A model and the gradient hooks of its parameters, by name, in one copy: they may share objects."""
-
-    def __init__(self, model: nn.Module, hooks: dict[str, list[Callable[..., Any]]]) -> None:
-        super().__init__()
-        self.model = model
-        self.hooks = hooks
+Hook = Callable[..., Any]  # on a gradient
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -84,8 +76,8 @@ def make_fake_model(
     *,
     trained: bool = False,
     hooked: bool = False,
-) -> FakeModel:
-    """Copy a model with fake tensors as its parameters and buffers.
+) -> tuple[nn.Module, dict[str, list[Hook]]]:
+    """Copy a model with fake tensors as its parameters and buffers, and the hooks of its parameters by name.
 
     ``dtypes`` are those of stored tensors by name; the others keep theirs. If the policy calls the model's
     own method that converts it to 16 bits (``convert``), the copy gets the method's other effects as well.
@@ -103,9 +95,10 @@ def make_fake_model(
                 nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
             )
     hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in originals.items()}
-    clone = structural_copy(FakeModel(source, {n: h for n, h in hooks.items() if h and hooked}), fakes)
-    without_cache(clone.model)
-    return clone
+    kept = {name: functions for name, functions in hooks.items() if functions and hooked}
+    clone, hooks = structural_copy((source, kept), fakes)  # in one copy: they may share objects
+    without_cache(clone)
+    return clone, hooks
 
 
 def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tensor]:

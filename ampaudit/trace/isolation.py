@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.trace.internals import FakeTensor, Replacement, patched
 
-Module = TypeVar("Module", bound=nn.Module)
+Copied = TypeVar("Copied")
 
 # immutable types, and graphs, which no run changes
 _ATOMS = (
@@ -191,7 +191,7 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         return model(*args, **kwargs)
 
 
-def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> Module:
+def structural_copy(value: Copied, replace: Mapping[int, Any] | None = None) -> Copied:
     """Copy modules, containers, objects, hooks and closures, preserving ties.
 
     A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
@@ -199,7 +199,7 @@ def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> 
     are shared. ``replace`` has replacements by the ``id`` of a tensor or a module; other tensors are cloned.
     A mapping of each parameter to itself makes a copy that shares parameters and has buffers of its own.
     """
-    clone: Module = _Copier(replace or {}).copied(model)
+    clone: Copied = _Copier(replace or {}).copied(value)
     return clone
 
 
