@@ -7,6 +7,7 @@ function call, the hook or the read that it belongs to.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +19,32 @@ from torch.export.graph_signature import InputKind
 from ampaudit.trace.internals import region_calls
 
 _LIBRARY = torch.library.Library("ampaudit", "DEF")
-_SCHEMAS = (
-    "function_inputs(Tensor[] inputs, int number) -> ()",
-    "function_outputs(Tensor[] outputs, int number) -> ()",
-    "tensor_hook(Tensor[] value, int number) -> ()",  # hooks take this value's gradient
-    "backward_start(Tensor[] near, int number) -> ()",  # the ops of the backward follow
-    "output_gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
-    "backward_end(Tensor?[] gradients, int number, Tensor[] leaves) -> ()",  # what the backward returns
-    "value_read(Tensor[] value, int number) -> ()",  # Python code reads this value
-    "value_sized(Tensor[] value, int number) -> ()",  # values decide the size of this result
+_MARKS: set[OpOverload] = set()
+
+
+def _mark(schema: str, kernel: Callable[..., Any] = lambda *_: None) -> OpOverload:
+    """Define a mark."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    op: OpOverload = getattr(torch.ops.ampaudit, name).default
+    _MARKS.add(op)
+    if not op._schema.returns:
+        fx.node.has_side_effect(op)  # what nothing uses is dropped otherwise
+    return op
+
+
+FUNCTION_INPUTS = _mark("function_inputs(Tensor[] inputs, int number) -> ()")
+FUNCTION_OUTPUTS = _mark("function_outputs(Tensor[] outputs, int number) -> ()")
+TENSOR_HOOK = _mark("tensor_hook(Tensor[] value, int number) -> ()")  # hooks take this value's gradient
+BACKWARD_START = _mark("backward_start(Tensor[] near, int number) -> ()")  # the ops of the backward follow
+OUTPUT_GRADIENT = _mark(  # stands for the gradient of an output
+    "output_gradient(Tensor like, int number, int index) -> Tensor", lambda like, *_: torch.empty_like(like)
 )
+# what the backward returns
+BACKWARD_END = _mark("backward_end(Tensor?[] gradients, int number, Tensor[] leaves) -> ()")
+VALUE_READ = _mark("value_read(Tensor[] value, int number) -> ()")  # Python code reads this value
+VALUE_SIZED = _mark("value_sized(Tensor[] value, int number) -> ()")  # values decide the size of this result
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
@@ -105,28 +122,6 @@ class ObjectSource:
         if self._state is None:
             return self._value
         return torch.Generator(self._value.device).set_state(self._state)
-
-
-for _schema in _SCHEMAS:
-    _name = _LIBRARY.define(_schema)
-    _LIBRARY.impl(
-        _name.partition("::")[2] or _name,
-        (lambda like, *_: torch.empty_like(like)) if "output_gradient(" in _schema else lambda *_: None,
-        "CompositeExplicitAutograd",
-    )
-
-_OPS = torch.ops.ampaudit
-FUNCTION_INPUTS: OpOverload = _OPS.function_inputs.default
-FUNCTION_OUTPUTS: OpOverload = _OPS.function_outputs.default
-TENSOR_HOOK: OpOverload = _OPS.tensor_hook.default
-BACKWARD_START: OpOverload = _OPS.backward_start.default
-OUTPUT_GRADIENT: OpOverload = _OPS.output_gradient.default
-BACKWARD_END: OpOverload = _OPS.backward_end.default
-VALUE_READ: OpOverload = _OPS.value_read.default
-VALUE_SIZED: OpOverload = _OPS.value_sized.default
-_MARKS = frozenset(getattr(_OPS, schema.partition("(")[0]).default for schema in _SCHEMAS)
-for _mark in _MARKS - {OUTPUT_GRADIENT}:
-    fx.node.has_side_effect(_mark)  # nothing that lacks users is dropped
 
 
 def saved_values(values: list[Any], number: int) -> None:
