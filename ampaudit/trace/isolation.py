@@ -40,9 +40,6 @@ _LOCK = threading.RLock()
 _TABLES = (dict, list, OrderedDict, defaultdict)
 _LARGEST_CACHE = 1_000  # entries; a larger dict or list is data
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
-# what ``copy.deepcopy`` does with an object's reduced form, and with containers
-_rebuilt: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
-_CONTAINERS = {kind: copy._deepcopy_dispatch[kind] for kind in (list, dict, tuple)}  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -210,8 +207,8 @@ class _Copier:
         self._memo: dict[int, Any] = dict(replace)
         self._originals: list[Any] = []  # an id means one object for as long as that lives
 
-    def copied(self, value: Any, memo: object = None) -> Any:
-        """Copy a value once; ``copy``'s own functions pass the memo as well."""
+    def copied(self, value: Any) -> Any:
+        """Copy a value once."""
         if isinstance(value, _ATOMS) or type(value) is object:
             return value
         if id(value) not in self._memo:
@@ -266,18 +263,47 @@ class _Copier:
         reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         if isinstance(reduced, str):
             return value
-        return _rebuilt(value, self._memo, *reduced[:5], deepcopy=self.copied)
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        instance = make(*map(self.copied, args))
+        self._memo[id(value)] = instance
+        if state is not None:
+            state = self.copied(state)
+            if hasattr(instance, "__setstate__"):
+                instance.__setstate__(state)
+            else:
+                pair = isinstance(state, tuple) and len(state) == 2
+                attributes, slots = state if pair else (state, None)
+                instance.__dict__.update(attributes or {})
+                for name, item in (slots or {}).items():
+                    setattr(instance, name, item)
+        for item in items or ():
+            instance.append(self.copied(item))
+        for key, item in pairs or ():
+            instance[self.copied(key)] = self.copied(item)
+        return instance
 
     def _by_attributes(self, value: Any) -> Any:
         """Copy a plain Python object that cannot be pickled; ``__new__`` fails for others."""
         return self._filled(object.__new__(type(value)), value)
 
+    def list(self, value: list[Any]) -> Any:
+        items: list[Any] = []
+        self._memo[id(value)] = items
+        items.extend(map(self.copied, value))
+        return items
+
+    def dict(self, value: dict[Any, Any]) -> Any:
+        items: dict[Any, Any] = {}
+        self._memo[id(value)] = items
+        items.update((self.copied(key), self.copied(item)) for key, item in value.items())
+        return items
+
     def set(self, value: set[Any]) -> Any:
         return set(map(self.copied, value))
 
-    def by_copy(self, value: Any) -> Any:
-        """Copy a container as ``copy.deepcopy`` does, but its items as we do."""
-        return _CONTAINERS[type(value)](value, self._memo, self.copied)
+    def tuple(self, value: tuple[Any, ...]) -> Any:
+        items = tuple(map(self.copied, value))
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
 
     def method(self, value: types.MethodType) -> Any:
         return types.MethodType(value.__func__, self.copied(value.__self__))
@@ -311,8 +337,10 @@ class _Copier:
 
 
 _SPECIAL: Mapping[type, Callable[[_Copier, Any], Any]] = {
-    **dict.fromkeys(_CONTAINERS, _Copier.by_copy),
+    list: _Copier.list,
+    dict: _Copier.dict,
     set: _Copier.set,
+    tuple: _Copier.tuple,
     types.MethodType: _Copier.method,
     types.BuiltinMethodType: _Copier.builtin,
     types.FunctionType: _Copier.function,
