@@ -39,6 +39,7 @@ from ampaudit.trace import Role, Site, TraceConfig, TracedModel, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.path.recorder import refuse_path
 
@@ -224,7 +225,7 @@ class Search:
     def __init__(
         self, converted: ConvertedModel, domain: Mapping[str, tuple[float, float]], device: torch.device
     ) -> None:
-        self._program: Program = compile_program(converted.traced, device)
+        self._program: Program = compile_program(functionalized(converted.traced), device)
         self._reference = Float32Backend()
         self._masters = {name: t.detach().to(device) for name, t in converted.masters.items()}
         places = [p for p in converted.traced.placeholders if p.slot is Slot.INPUT]
@@ -312,6 +313,7 @@ class Search:
     def _call(self, step: Step, values: Mapping[fx.Node, Any], tables: Tables) -> Any:
         args, kwargs = self._reference.arguments(step)
         args, kwargs = fx.node.map_arg((args, kwargs), values.__getitem__)
+        # no other step sees the hidden writes that are left, such as those of batch_norm
         if targets := {id(value) for value in step.written(args, kwargs)}:
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda value: value.clone() if id(value) in targets else value, (args, kwargs)

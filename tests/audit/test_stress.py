@@ -14,6 +14,7 @@ from ampaudit.core.errors import InputError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.source.open import open_source
+from tests.support.wrap import Wrap
 from tests.support.zoo import ZOO
 
 MODEL = """
@@ -172,3 +173,15 @@ def test_a_file_that_is_no_safetensors_is_refused(model_file, tmp_path: Path) ->
         open_source(str(model_file(MODEL)), SourceConfig(inputs=path))
     with pytest.raises(InputError, match="No such file"):
         open_source(str(model_file(MODEL)), SourceConfig(inputs=tmp_path / "none.safetensors"))
+
+
+def test_a_write_through_a_view_reaches_the_ops_after_it(tmp_path: Path) -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x) * 1
+        y[0].mul_(1e5)
+        return y * 2
+
+    model = Wrap(forward, a=nn.Identity())
+    options = {"policy": "half", "assume": ["input=0:1"], "stress": 6, "stress_dir": str(tmp_path)}
+    found = {s.site: s.reached for s in scan(model, torch.full((2, 4), 0.1), **options).stressed}
+    assert found["(top)/mul#2"] == pytest.approx(float(model(torch.ones(2, 4)).amax()))
