@@ -26,7 +26,6 @@ from ampaudit.linter.flow.values import (
     Call,
     ClassInfo,
     ContextManager,
-    DictLiteral,
     Function,
     FunctionInfo,
     ImportedName,
@@ -163,7 +162,7 @@ def _bind_parameters(
         default = defaults.get(argument.arg)
         if value is None and default is not None:
             named = interpreter.evaluate(default)
-            is_known = isinstance(named, LiteralValue | ImportedName | Instance | DictLiteral)
+            is_known = isinstance(named, LiteralValue | ImportedName | Instance)
             value = named if is_known else None
         if isinstance(value, LiteralValue) and not value.is_given:
             value = _literal_argument(value, info, is_called and "**" not in values)
