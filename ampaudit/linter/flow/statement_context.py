@@ -66,12 +66,12 @@ def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
 
 
 def conditions_around(linked: LinkedScript, node: ast.AST) -> list[ast.expr]:
-    """Return the conditions of the ``if`` statements around a node, and what is assigned to names in them."""
+    """Return the conditions under which a node runs, and what is assigned to names in them."""
     around = linked.script_of(node).around(node)
     return [
         condition
         for part in takewhile(lambda part: not isinstance(part, _FUNCTIONS), around)
-        if isinstance(part, ast.If)
+        if isinstance(part, ast.If | ast.IfExp)
         for condition in (part.test, *assigned_values(linked, node, part.test))
     ]
 

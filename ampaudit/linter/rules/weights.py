@@ -22,8 +22,8 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
-from ampaudit.linter.flow.statement_context import nodes_around
-from ampaudit.linter.flow.syntax import dotted_name, receiver_name
+from ampaudit.linter.flow.statement_context import conditions_around, nodes_around
+from ampaudit.linter.flow.syntax import dotted_name, mentions, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO
 from ampaudit.linter.flow.values import LiteralValue, Tensor, literal_of
@@ -100,7 +100,8 @@ def _sharded(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[M
 @rule("AMP818", ScalerScale)
 def _scaled_bfloat16(flow: Interpreter, event: ScalerScale) -> Iterator[Mistake]:
     place, outputs = event.value.node or event.node, event.outputs
-    if event.value.enabled is not True:
+    tests = conditions_around(flow.linked, place)  # one of the dtype may leave bfloat16 out
+    if event.value.enabled is not True or any(mentions(test, "dtype", "float16") for test in tests):
         return
     by_loss = outputs.computed_under if isinstance(outputs, Tensor) else ""
     if (by_loss or dtype_of_model_calls(flow)) == "bfloat16":
