@@ -161,7 +161,8 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
     reported: set[ast.withitem | None] = set()
     for index, event in enumerate(calls):
         start = next((i for i, guard in enumerate(event.guards) if id(guard.node) in blocks), None)
-        if start is None or "no_grad" not in event.grad_modes or not event.autocast.is_certain:
+        context = event.autocast
+        if start is None or "no_grad" not in event.grad_modes or not (context.is_certain and context.caches):
             continue
         # the no_grad inside the autocast block that the call is in; there is none for a decorator
         withs = [guard.node for guard in event.guards[start + 1 :] if isinstance(guard.node, ast.With)]
