@@ -176,8 +176,17 @@ def main(make, loader):
 MODEL = "model = make(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
+RESUMED = f"{MODEL}; optimizer.load_state_dict(torch.load('last.pt'))"
+
+
 @pytest.mark.parametrize(
-    ("before", "again", "wanted"), [(MODEL, "pass", ["AMP814"]), ("pass", MODEL, [])], ids=["kept", "anew"]
+    ("before", "again", "wanted"),
+    [
+        (MODEL, "pass", ["AMP814"]),
+        (RESUMED, "pass", ["AMP814"]),  # and not AMP820: no scaler outlives its epoch
+        ("pass", MODEL, []),
+    ],
+    ids=["kept", "resumed", "anew"],
 )
 def test_a_scaler_that_is_made_in_each_epoch_is_found_across_calls(
     before: str, again: str, wanted: list[str]

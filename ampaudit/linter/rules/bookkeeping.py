@@ -27,7 +27,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.statement_context import conditions_around, in_same_function
+from ampaudit.linter.flow.statement_context import conditions_around
 from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
@@ -169,12 +169,14 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
     creations = of_type(followed.events, ScalerMade)
-
-    def has_new_scaler(step: ScalerStep) -> bool:
-        return step.loop is None and any(in_same_function(flow.linked, e.node, step.node) for e in creations)
-
-    steps = of_type(followed.events, ScalerStep)
-    stepped = {step.scaler for step in steps if not has_new_scaler(step)} & flow.scalers.keys()
+    checkpoints = of_type(followed.events, CheckpointSaved, OptimizerRestored)
+    variables = [event for event in creations if event.value.text.isidentifier()]
+    # calls and iterations at whose end a scaler is gone, and the next makes another
+    passing = {guard for event in variables for guard in event.guards if guard.kind != "if"}
+    passing = passing.difference(*(event.guards for event in checkpoints))
+    stepped = {e.scaler for e in of_type(followed.events, ScalerStep) if passing.isdisjoint(e.guards)}
+    # a scaler of unknown origin may be one of these
+    stepped &= {key for key, scaler in flow.scalers.items() if scaler.node is not None or not passing}
     return bool(stepped and creations) and not stepped & flow.escaped
 
 
