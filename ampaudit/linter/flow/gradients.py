@@ -43,11 +43,11 @@ from ampaudit.linter.flow.values import (
 _NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
 # the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
 _KEEPS_GRADIENT: Final = frozenset(
-    "detach contiguous view reshape flatten cpu clone float double to mul mul_ div div_".split()
+    "detach contiguous view reshape flatten cpu clone float double to to_local mul mul_ div div_".split()
 )
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
     "isnan isinf isfinite zero_ fill_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage"
-    " data_ptr any all is_sparse type record_stream sign".split()
+    " data_ptr any all is_sparse type record_stream sign ones_like zeros_like".split()
 )
 
 
