@@ -164,12 +164,11 @@ def _scaled_twice(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
         branch = branch_of(flow, None, event)
         backwards = of_type(followed.events, ManagedBackward)
         beside = [e.managed.scales for e in backwards if not excludes(branch, branch_of(flow, None, e))]
-        if any(beside):
+        if Certainty.KNOWN in beside:  # else the framework may be one that scales nothing here
             yield Mistake(
                 event.node,
                 "this loss is scaled twice: the framework's backward scales it as well",
                 "remove this scaler",
-                certainty=max(beside),
             )
 
 
