@@ -22,6 +22,7 @@ from ampaudit.linter.flow.syntax import mentions, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import MAYBE, UNKNOWN, UNSCALED, Call, Parameters, ScaleReading
+from ampaudit.linter.rules.constants import number_of
 from ampaudit.linter.rules.rule import rule
 
 
@@ -74,12 +75,18 @@ def _are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
     return not models & others and not is_part and not any(k.startswith("name ") for k in models | others)
 
 
+_NO_LIMIT: Final = 1e8  # which no gradient reaches, even scaled
+
+
 @rule("AMP807", Clip)
 def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     state, node = flow.state, event.node
     still = state.gradients.scaled if _others_unscaled(flow, event.arguments) else state.still_scaled
+    limit = event.arguments.expression(1, "max_norm") or node
+    is_off = any((number_of(part) or 0) >= _NO_LIMIT for part in ast.walk(limit))
     # a limit that has the scale as well is right
-    if isinstance(event.arguments.get(1, "max_norm"), ScaleReading) or not min(still, event.certainty):
+    has_scale = isinstance(event.arguments.get(1, "max_norm"), ScaleReading)
+    if has_scale or is_off or not min(still, event.certainty):
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
     fix, statement = None, event.statement
