@@ -9,7 +9,8 @@ from typing import Final
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
 from ampaudit.linter.flow.events import LossCalled, OpEvaluated
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, names_in
+from ampaudit.linter.flow.statement_context import nodes_around
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, mentions, names_in
 from ampaudit.linter.flow.tensors import autocast_dtype
 from ampaudit.linter.flow.torch_names import (
     MATRIX_LAYERS,
@@ -81,11 +82,12 @@ def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 
 
 @rule("AMP846", OpEvaluated, of_dtypes=True)
-def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
+def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     first = event.tensors[0] if event.tensors else None
     if first is None:
         return
-    if event.name == "numpy" and "bfloat16" in (first.dtype, first.weights_dtype):
+    is_bfloat16 = event.name == "numpy" and "bfloat16" in (first.dtype, first.weights_dtype)
+    if is_bfloat16 and not _tests_bfloat16(nodes_around(flow.linked, event.node)):
         by = "the weights of the model that returned it" if first.weights_dtype else "autocast"
         yield Mistake(
             event.node,
@@ -113,6 +115,10 @@ def _without_kernel(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
             f"transform x.float(), {_IN_FLOAT32}",
             certainty=Certainty.KNOWN if is_bfloat16 else Certainty.LIKELY,
         )
+
+
+def _tests_bfloat16(nodes: list[ast.AST]) -> bool:
+    return any(isinstance(n, ast.If | ast.IfExp) and mentions(n.test, "bfloat16") for n in nodes)
 
 
 @rule("AMP868", OpEvaluated, of_dtypes=True)
