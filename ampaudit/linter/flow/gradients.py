@@ -142,6 +142,8 @@ def scaler_method(interpreter: Interpreter, call: Call, scaler: Scaler, name: st
         interpreter.record(events.ScalerRestored, call.node, scaler)
     elif name == "is_enabled" and scaler.enabled is not None:
         return LiteralValue(scaler.enabled, is_given=True)
+    elif "step" in name:  # of a derived class
+        interpreter.state.assume_any_step()
     return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
 
 
