@@ -423,10 +423,7 @@ def make_scaler(interpreter: Interpreter, call: Call, path: str) -> Value:
     key = key_of(call.node) + interpreter.call_path
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
-    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else call.get(0, "device")
-    default = "cpu" if path.startswith("torch.cpu") else "cuda"
-    device = default if device_value is None else device_of(device_value)
-    scaler = Scaler(key, call.node, enabled, text, device, "Sharded" in path)
+    scaler = Scaler(key, call.node, enabled, text, "Sharded" in path)
     interpreter.record(events.ScalerMade, call.node, scaler)
     if not any(info.is_property for info in interpreter.point.stack):  # made where it is first used
         interpreter.state.set_fact(UNUSED, True, key)

@@ -214,7 +214,6 @@ class Scaler:
     node: ast.AST | None = None
     enabled: bool | None = True
     text: str = ""
-    device: str = ""
     sharded: bool = False
     optional: bool = False
 

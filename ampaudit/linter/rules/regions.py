@@ -192,21 +192,6 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
             )
 
 
-@rule("AMP847", EntryPointFollowed)
-def _scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    entered = [e.context for e in of_type(followed.events, AutocastEntered)]
-    devices = {context.device for context in entered if context.enabled is not False}
-    device = devices.pop() if len(devices) == 1 else None
-    for scaler in _scalers(flow, followed.events) if not flow.assumptions else ():
-        if scaler.node is not None and scaler.device and device not in (None, scaler.device):
-            yield Mistake(
-                scaler.node,
-                f"this scaler is for {scaler.device}, but autocast is for {device}: where there is no"
-                f" {scaler.device}, the scaler switches itself off",
-                f'create it with torch.amp.GradScaler("{device}")',
-            )
-
-
 @rule("AMP818", EntryPointFollowed)
 def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     entered = _autocasts(followed.events)
