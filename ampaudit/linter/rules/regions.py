@@ -281,10 +281,12 @@ def _no_device(flow: Interpreter, event: AutocastMade) -> Iterator[Mistake]:
     )
     names_index = isinstance(text, str) and ":" in text  # a device, and not its type
     if (is_known and not has_more and (first is None or is_flag)) or names_index:
+        fails = "older versions of torch raise with an index" if names_index else "it raises without"
         yield Mistake(
             node,
-            'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
+            f'torch.autocast takes the device type as a string, such as "cuda": {fails}',
             'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
+            certainty=Certainty.LIKELY if names_index else Certainty.KNOWN,
         )
 
 
