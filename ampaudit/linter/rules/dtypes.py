@@ -164,8 +164,8 @@ def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistak
         bits = 8 if dtype == "bfloat16" else 11
         yield Mistake(
             event.node,
-            f"the model returned {dtype}, in which this is computed outside autocast: log-probabilities have"
-            f" {bits} significant bits, too few for a ratio or a difference of them",
+            f"the model returned {dtype}, in which this is computed outside autocast: log-probabilities keep"
+            f" {bits} significant bits, where autocast would compute them in float32",
             "write logits.float() first",
             certainty=Certainty.LIKELY,
         )
