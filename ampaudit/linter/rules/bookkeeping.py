@@ -170,13 +170,14 @@ def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
     creations = of_type(followed.events, ScalerMade)
     checkpoints = of_type(followed.events, CheckpointSaved, OptimizerRestored)
-    variables = [event for event in creations if event.value.text.isidentifier()]
+    in_variables = (e.guards for e in creations if e.value.text.isidentifier())
     # calls and iterations at whose end a scaler is gone, and the next makes another
-    passing = {guard for event in variables for guard in event.guards if guard.kind != "if"}
+    passing = {guard for guards in in_variables for guard in guards if guard.kind != "if"}
     passing = passing.difference(*(event.guards for event in checkpoints))
     stepped = {e.scaler for e in of_type(followed.events, ScalerStep) if passing.isdisjoint(e.guards)}
+    enabled = {key: scaler for key, scaler in flow.scalers.items() if scaler.enabled is not False}
     # a scaler of unknown origin may be one of these
-    stepped &= {key for key, scaler in flow.scalers.items() if scaler.node is not None or not passing}
+    stepped &= {key for key, scaler in enabled.items() if scaler.node is not None or not passing}
     return bool(stepped and creations) and not stepped & flow.escaped
 
 

@@ -412,7 +412,8 @@ def _half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake
     for node in script.of_type(ast.AugAssign) if totals else ():
         index = node.target.slice if isinstance(node.target, ast.Subscript) else None
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
-        if name not in totals or not isinstance(node.op, ast.Add):
+        repeats = "." in name or any(isinstance(part, ast.For | ast.While) for part in script.around(node))
+        if name not in totals or not isinstance(node.op, ast.Add) or not repeats:
             continue
         if index is None or _names_element(totals[name], index):  # a region's elements may get few numbers
             dtype = _dtype(script, totals[name])
