@@ -87,7 +87,10 @@ def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     if first is None:
         return
     is_bfloat16 = event.name == "numpy" and "bfloat16" in (first.dtype, first.weights_dtype)
-    if is_bfloat16 and not _tests_bfloat16(nodes_around(flow.linked, event.node)):
+    if is_bfloat16 and not any(
+        isinstance(n, ast.If | ast.IfExp) and mentions(n.test, "bfloat16")
+        for n in nodes_around(flow.linked, event.node)
+    ):
         by = "the weights of the model that returned it" if first.weights_dtype else "autocast"
         yield Mistake(
             event.node,
@@ -115,10 +118,6 @@ def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
             f"transform x.float(), {_IN_FLOAT32}",
             certainty=Certainty.KNOWN if is_bfloat16 else Certainty.LIKELY,
         )
-
-
-def _tests_bfloat16(nodes: list[ast.AST]) -> bool:
-    return any(isinstance(n, ast.If | ast.IfExp) and mentions(n.test, "bfloat16") for n in nodes)
 
 
 @rule("AMP868", OpEvaluated, of_dtypes=True)
