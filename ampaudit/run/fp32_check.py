@@ -30,7 +30,7 @@ from ampaudit.trace.failure import attempt_in_fp32, fp32_copy, model_failure, wr
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.isolation import autocast_to_float32, caches_restored, seeded
+from ampaudit.trace.isolation import autocast_to_float32, seeded
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
@@ -332,7 +332,6 @@ class EagerModel:
                 guarded(self._device, batch),
                 seeded(self._seed + number),
                 autocast_to_float32(),
-                caches_restored(model),
                 twins_checked(self._twins),
                 watch,
             ):

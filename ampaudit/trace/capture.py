@@ -61,7 +61,7 @@ from ampaudit.trace.internals import (
     without_torch_function,
 )
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
-from ampaudit.trace.isolation import caches_restored, seeded
+from ampaudit.trace.isolation import caches_cleared_of_fakes, seeded
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
 from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
@@ -306,7 +306,7 @@ def capture(
     try:
         with (
             quiet(),
-            caches_restored(model),
+            caches_cleared_of_fakes(model),
             contextlib.nullcontext() if config.seed is None else seeded(config.seed),
             torch.set_grad_enabled(config.differentiated),
             autocast_visible(file.autocast, low_dtype),

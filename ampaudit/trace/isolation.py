@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.internals import Replacement, patched
+from ampaudit.trace.internals import FakeTensor, Replacement, patched
 
 Copied = TypeVar("Copied")
 
@@ -100,8 +100,8 @@ def autocast_to_float32() -> Iterator[None]:
 
 
 @contextmanager
-def caches_restored(model: nn.Module) -> Iterator[None]:
-    """Take the tensors of a trace or a call out of what a model shares with other code, once it has ended.
+def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
+    """Take the fake tensors of a trace out of what a model shares with other code, once it has ended.
 
     Code may keep tensors in global variables, in attributes of classes, in dicts and lists there, and under
     ``functools.lru_cache``, where the next call would find them. The model's classes and the modules of their
@@ -123,7 +123,7 @@ def caches_restored(model: nn.Module) -> Iterator[None]:
         for owner, old in before:
             _restore(owner, old)
         for cache, info in caches.items():
-            if cache.cache_info().misses != info.misses and _has_tensors(gc.get_referents(cache)):
+            if cache.cache_info() != info and _has_fakes(gc.get_referents(cache)):
                 cache.cache_clear()
 
 
@@ -141,25 +141,25 @@ def _entries(owner: Any) -> dict[Any, Any]:
 
 
 def _restore(owner: Any, old: Mapping[Any, Any]) -> None:
-    """Put the old entries where tensors have come in."""
+    """Put the old entries where fake tensors have come in."""
     changed = ((key, value) for key, value in _entries(owner).items() if value is not old.get(key))
-    cached = [key for key, value in changed if _has_tensors(value)]
-    if cached and isinstance(owner, list):
+    fakes = [key for key, value in changed if _has_fakes(value)]
+    if fakes and isinstance(owner, list):
         owner[:] = old.values()
         return
     remove, store = (delitem, setitem) if isinstance(owner, dict) else (delattr, setattr)
-    for key in cached:
+    for key in fakes:
         if key in old:
             store(owner, key, old[key])
         else:
             remove(owner, key)
 
 
-def _has_tensors(value: Any, depth: int = 4) -> bool:
+def _has_fakes(value: Any, depth: int = 4) -> bool:
     if depth == 0 or not isinstance(value, dict | list | tuple):
-        return isinstance(value, torch.Tensor)
+        return isinstance(value, FakeTensor)
     items = list(value.values()) if isinstance(value, dict) else value
-    return any(_has_tensors(item, depth - 1) for item in items)
+    return any(_has_fakes(item, depth - 1) for item in items)
 
 
 def host_state() -> tuple[Any, ...]:
