@@ -20,7 +20,7 @@ from ampaudit.run.device import guarded
 from ampaudit.run.lockstep import Pair
 from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
-from ampaudit.run.record import AGREEMENT_DB, OutputDifference, RunRecord
+from ampaudit.run.record import OutputDifference, RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.capture import quiet
@@ -36,15 +36,14 @@ from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
 _UNWATCHED: AbstractContextManager[Any] = nullcontext()
-_OTHER_CODE_DB = 20.0  # of an output's accuracy, which another choice between equals does not reach
 _ELEMENTS = {"complex": "complex numbers", "float": "floating-point numbers", "integer": "integers"}
 
 
 class Fp32Check:
     """Calls the FP32 model wherever the lock-step reference may differ from it.
 
-    If the code read a precision while it was traced, 16 bits may run other code, and differences are added
-    to the ``code`` of the record. Otherwise both run the same code, and a difference is refused.
+    If the code did not read a precision while it was traced, FP32 runs the same code, and nothing is done.
+    Otherwise the model is run eagerly, and differences are added to the ``code`` of the record.
     """
 
     def __init__(self, config: RunConfig, eager: EagerModel, record: RunRecord) -> None:
@@ -52,7 +51,6 @@ class Fp32Check:
         self._eager = eager
         self._record = record
         self._places: dict[int, tuple[TracedModel, CodeDifference | None]] = {}
-        self._compared: list[TracedModel] = []
 
     def outputs(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
@@ -99,48 +97,36 @@ class Fp32Check:
         apart = {difference.name for difference in differences if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in by_name and name not in apart}
 
-    def refuse_other_code(
+    def refuse_other_path(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
     ) -> None:
-        """Compare the reference with the model itself: code may ask whether it is traced.
+        """Compare the reference of a trace along one path with the model itself.
 
-        A trace along one path is compared in every batch; any other in its first, for differences that
-        neither rounding nor a tie explains. Nothing is compared if the model draws random numbers, perhaps in
-        another order, gives other outputs when it is called again, computes in 16 bits itself, or writes to
-        its parameters.
+        Nothing is compared if the model draws random numbers, perhaps in another order, if it computes in 16
+        bits itself, or if it writes to its parameters.
 
         Raises:
             RunFailed: They differ, so that the trace does not represent the model.
         """
         traced = program.traced
-        if traced.path is None and any(traced is compared for compared in self._compared):
-            return
-        self._compared.append(traced)
         written_names = {node.name for node in program.written}
-        if program.draws or program.has_uninitialized:
+        if traced.path is None or program.draws:
             return
-        if traced.path is None and self._config.release is not None:
-            return  # reading the weights from disk once more would take as long as the run
         if any(p.slot is Slot.PARAMETER and p.node in written_names for p in traced.placeholders):
             return  # the call would write to the user's parameters
         try:
             fp32 = self._eager.outputs(model, batch, number)
-        except Exception:
+        except AuditError:
             return  # it may need more memory than available, or 16-bit inputs
         differences = _differences(dict(zip(traced.outputs, pairs, strict=True)), fp32)
-        least = _OTHER_CODE_DB if traced.path is None else AGREEMENT_DB
         other = next(
-            (d for d in differences if d.problem or (not d.integers and d.code_sqnr_db < least)), None
+            (d for d in differences if not d.agrees and not (d.integers and d.problem is None)), None
         )
-        if other is None or self._eager.computes_in_16_bits(model, batch, number):
-            return
-        again = self._eager.outputs(model, batch, number)
-        if all(d.agrees for d in _differences({name: (t, t) for name, t in fp32.items()}, again)):
+        if other is not None and not self._eager.computes_in_16_bits(model, batch, number):
             raise RunFailed(
-                f"in FP32, the traced model does not give the outputs of the model itself in "
-                f"{batch.title(number)}: {other.name} {other.problem or 'differs'}",
-                hint="look for code that asks whether it is traced, such as torch.compiler.is_compiling() or "
-                "type(x) is torch.Tensor; if there is none, please report it",
+                f"along the path of {batch.title(number)}, FP32 does not give the outputs of the model "
+                f"itself ({other.name}{' ' + other.problem if other.problem else ' differs'})",
+                hint="please report it; the verdict would not be about this model",
             )
 
     def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:

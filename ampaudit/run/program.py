@@ -193,11 +193,6 @@ class Program:
         """Whether a step draws random numbers."""
         return any(step.random for step in self.steps)
 
-    @property
-    def has_uninitialized(self) -> bool:
-        """Whether a step returns memory that nobody has written."""
-        return any(isinstance(step.target, _Zeroed) for step in self.steps)
-
     def memory_after(self) -> dict[NodeOrMemory, list[MemoryVersion]]:
         """Return the memory after each write, by the node that writes."""
         memory: dict[NodeOrMemory, list[MemoryVersion]] = {}

@@ -263,7 +263,8 @@ class Runner:
                 if self.config.edits:  # the reference contains the edits, unlike the user's model
                     return self._fp32.unedited(call.model, call.batch, call.number)
                 return self._fp32.outputs(call.model, program, call.batch, call.number, outputs)
-        self._fp32.refuse_other_code(call.model, program, call.batch, call.number, outputs)
+        if program.traced.path is not None:
+            self._fp32.refuse_other_path(call.model, program, call.batch, call.number, outputs)
         return None
 
     def measurements(self) -> dict[SiteId, Measurement]:

@@ -21,7 +21,7 @@ from ampaudit import scan
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import scan_policies
-from ampaudit.core.errors import ReferenceBroken, RunFailed
+from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.formats import FLOAT16
 from ampaudit.findings.finding import Finding
 from ampaudit.policy import load_policy
@@ -465,17 +465,15 @@ def test_each_batch_is_run_on_the_model_as_it_is_by_then() -> None:
     assert model.calls == 0
 
 
-def test_code_that_reads_no_precision_is_run_once_for_all_batches_and_policies() -> None:
+def test_code_that_reads_no_precision_is_not_run_again() -> None:
     def plain(h: torch.Tensor) -> torch.Tensor:
         if type(h) is torch.Tensor:
             _CALLS.append(h)
         return h.to(h.dtype) * 2
 
     _CALLS.clear()
-    source = as_source(Of(plain).eval(), batches=[inputs(), inputs(2)])
-    reports = scan_policies(source, ["half", "apex-o3"], ScanConfig())
-    assert [report.verdict for report in reports] == ["pass"] * 2
-    assert len(_CALLS) == 1
+    assert scan(Of(plain).eval(), inputs(), policy="half").verdict == "pass"
+    assert _CALLS == []
 
 
 def test_policies_share_one_run_per_batch() -> None:
@@ -717,19 +715,3 @@ def test_a_model_that_returns_its_loss_may_be_given_it_as_float() -> None:
     model, x = Wrap(loss, a=linear()), torch.randn(4, 8)
     report = scan(model, x, policy="half", backward=True, loss=lambda y: y.float(), loss_scale=1.0)
     assert (report.verdict, report.findings) == ("pass", ())
-
-
-@pytest.mark.parametrize(
-    "asks", [lambda _: torch.compiler.is_compiling(), lambda x: type(x) is not torch.Tensor]
-)
-def test_a_model_that_computes_something_else_when_traced_is_refused(asks: Callable[..., bool]) -> None:
-    model = Wrap(lambda m, x: m.a(x) if asks(x) else m.a(x) * 1e6, a=linear())
-    assert model(torch.ones(4, 8)).abs().amax() > FLOAT16.max
-    with pytest.raises(RunFailed, match="the traced model does not give the outputs of the model itself"):
-        scan(model, torch.ones(4, 8))
-
-
-def test_a_model_that_never_gives_the_same_twice_is_audited() -> None:
-    numbers = iter(range(1, 1000))
-    model = Wrap(lambda m, x: m.a(x) * next(numbers), a=linear())
-    assert scan(model, torch.randn(4, 8)).verdict == "pass"
