@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, file_number
 from ampaudit.linter.flow.events import (
+    AutocastEntered,
     Backward,
     CheckpointSaved,
     EntryPointFollowed,
@@ -49,7 +50,8 @@ def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
-    for creation in of_type(events, ScalerMade):
+    dtypes = {event.context.dtype for event in of_type(events, AutocastEntered)}
+    for creation in of_type(events, ScalerMade) if dtypes != {"bfloat16"} else ():
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue

@@ -219,8 +219,11 @@ def _clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[M
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
     is_again = flow.state.get(STAGE, MANAGED, "") is Stage.UNSCALED
     unscales = managed.framework is not None and managed.framework.name in ("Accelerate", "Fabric")
-    has_optimizer = any(script.usage.optimizer_names for script in flow.linked.scripts)
-    if unscales and managed.scales and has_optimizer and (is_again or (accumulates and not is_gated)):
+    scripts = flow.linked.scripts
+    has_optimizer = any(script.usage.optimizer_names for script in scripts)
+    is_prepared = has_optimizer and any(calls(script.tree, "prepare", "setup") for script in scripts)
+    is_again |= accumulates and managed.divides and not is_gated
+    if unscales and managed.scales and is_prepared and is_again:
         yield Mistake(
             event.node,
             "the gradients are clipped more than once before a step: each call unscales, and with fp16 the "
