@@ -205,11 +205,16 @@ def _run_batch(
                 progress("running steps", step - 1, config.steps.count)
                 runner.record.steps.append(loop.advance(StepObservation(number, step)))
         return
+    if len(runners) == 1:
+        runners[0].run(batch, number)
+        return
     calls = [runner.prepare(batch, number) for runner in runners]
     draws = any(call.executor.program.draws for call in calls)
-    if len(runners) == 1 or draws or any(runner.recorders for runner in runners):
+    if draws or any(runner.recorders for runner in runners):
         for runner, call in zip(runners, calls, strict=True):
-            runner.run(call)
+            with runner.record.timing("run"):
+                outputs = runner.execute(call, call.meter)
+            runner.finish(call, outputs)
         return
     started = time.perf_counter()
     with guarded(config.device, batch), torch.no_grad():

@@ -58,8 +58,9 @@ class Runner:
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
         self._fp32 = Fp32Check(config, self._eager, record)
 
-    def run(self, call: BatchRun) -> None:
-        """Run a prepared batch, and again with repairs if something broke."""
+    def run(self, batch: Batch, number: int) -> None:
+        """Trace if necessary, run, and run again with repairs if something broke."""
+        call = self.prepare(batch, number)
         with self.record.timing("run"):
             outputs = self.execute(call, call.meter)
         self.finish(call, outputs)

@@ -553,7 +553,7 @@ def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
     runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")))
     for number, x in enumerate(batches):
-        runner.run(runner.prepare(Batch((x,), {}), number))
+        runner.run(Batch((x,), {}), number)
     return runner.record
 
 
