@@ -95,8 +95,8 @@ def make_fake_model(
                 nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
             )
     hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in originals.items()}
-    kept = {name: functions for name, functions in hooks.items() if functions and hooked}
-    clone, hooks = structural_copy((source, kept), fakes)  # in one copy: they may share objects
+    to_copy = {name: functions for name, functions in hooks.items() if functions and hooked}
+    clone, hooks = structural_copy((source, to_copy), fakes)  # in one copy: they may share objects
     without_cache(clone)
     return clone, hooks
 
