@@ -625,14 +625,14 @@ def _items_of_dict(value: Value) -> tuple[Value, ...]:
     return value.items if isinstance(value, DictLiteral) else (value,)
 
 
-def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Call) -> bool:
+def _is_followed(interpreter: Interpreter, info: FunctionInfo, call: Call) -> bool:
     """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
     is_16_bit = interpreter.point.autocast.enabled is True or any(
         value.cast
         if isinstance(value, Tensor)
         else any(tensors.dtype_named(v) in ("float16", "bfloat16") for v in _items_of_dict(value))
         or (isinstance(value, Model) and interpreter.state.weights_cast(value.key))
-        for value in arguments.all()
+        for value in call.all()
     )
     is_expression = isinstance(info.node.body[0], ast.Return)
     return info.relevant or ((is_16_bit or is_expression) and not file_number(info.node))

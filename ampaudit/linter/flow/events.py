@@ -131,7 +131,7 @@ class Clip(Event):
     """Clipping of gradients, only likely if it is unknown code with such a name."""
 
     function: str
-    arguments: Call
+    call: Call
     certainty: Certainty = Certainty.KNOWN
 
 
@@ -264,7 +264,7 @@ class OptimizerMade(Event):
     """The construction of an optimizer."""
 
     optimizer: Optimizer
-    arguments: Call
+    call: Call
 
 
 @value_class(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class LossInside(Event):
 class AutocastMade(Event):
     """``torch.autocast(...)``, which takes a device type."""
 
-    arguments: Call
+    call: Call
 
 
 @value_class(frozen=True, slots=True)

@@ -251,11 +251,11 @@ def instance_of_class(interpreter: Interpreter, info: ClassInfo) -> Instance:
     return owner
 
 
-def bind_fields(interpreter: Interpreter, owner: Instance, arguments: Call | None) -> None:
+def bind_fields(interpreter: Interpreter, owner: Instance, call: Call | None) -> None:
     """Bind the fields of an instance that a call makes, or of any instance of its class."""
     for index, field in enumerate(owner.info.fields):
         name = dotted_name(field.target)
-        argument = None if arguments is None else arguments.get(index, name)
+        argument = None if call is None else call.get(index, name)
         value = argument if argument is not None else _default(interpreter, field)
         if value is UNKNOWN:
             value = annotated_value(interpreter, field.annotation, f"{owner.info.node.name}.{name}")

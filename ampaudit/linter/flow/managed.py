@@ -55,9 +55,9 @@ def make_managed(interpreter: Interpreter, call: Call, framework: Framework) -> 
     return KnownItems((managed, managed, call.keywords.get("training_data", managed), managed))
 
 
-def _dtype_of_engine(arguments: Call) -> str:
+def _dtype_of_engine(call: Call) -> str:
     """Return the 16-bit dtype that a literal configuration of DeepSpeed names; empty if it has none."""
-    config = arguments.keywords.get("config")
+    config = call.keywords.get("config")
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         section = config.item(name) if isinstance(config, DictLiteral) else None
         if isinstance(section, DictLiteral) and literal_of(section.item("enabled")) is True:

@@ -90,13 +90,13 @@ def make_model(interpreter: Interpreter, call: Call, origin: str) -> Model:
     return model
 
 
-def _layers(origin: str, arguments: Call) -> tuple[str, ...]:
+def _layers(origin: str, call: Call) -> tuple[str, ...]:
     name = origin.rpartition(".")[2]
     if not origin.startswith("torch.nn."):
         return ()
     if name != "Sequential":
         return (name,)
-    parts = [value.layers if isinstance(value, Model) else ("",) for value in arguments.positional]
+    parts = [value.layers if isinstance(value, Model) else ("",) for value in call.positional]
     return tuple(layer for part in parts for layer in (part or ("",)))
 
 
@@ -304,9 +304,9 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
     )
 
 
-def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Call, cast: str) -> str:
+def _dtype_of_output(interpreter: Interpreter, model: Model, call: Call, cast: str) -> str:
     """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
-    input_dtype = arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
+    input_dtype = call.first.dtype if isinstance(call.first, Tensor) else ""
     # of the model that is followed; a layer that takes float32 was cast back
     is_16_bit = follows_operands(interpreter) and input_dtype != "float32"
     weights = interpreter.point.weights if is_16_bit else ""

@@ -255,21 +255,21 @@ def dtype_of_result(interpreter: Interpreter, name: str) -> str:
     return "float32" if name in AUTOCAST_FLOAT32 and interpreter.point.autocast.enabled is True else ""
 
 
-def requested_dtype(name: str, arguments: Call) -> str:
+def requested_dtype(name: str, call: Call) -> str:
     """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
     if name in ("to", "type"):
-        return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
+        return next((dtype for value in call.all() if (dtype := dtype_named(value))), "")
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
     return names.get(name, "")
 
 
-def _may_cast(arguments: Call) -> bool:
+def _may_cast(call: Call) -> bool:
     """Return whether a call of ``to`` has an argument that may be a dtype or a tensor, and no device."""
-    first = arguments.node.args[:1]
+    first = call.node.args[:1]
     return (
-        "dtype" in arguments.keywords
-        or len(arguments.positional) > 1
-        or isinstance(arguments.first, Tensor | DtypeChoice)
+        "dtype" in call.keywords
+        or len(call.positional) > 1
+        or isinstance(call.first, Tensor | DtypeChoice)
         or any("dtype" in name for argument in first for name in names_in(argument))
     )
 

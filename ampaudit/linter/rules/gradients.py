@@ -81,11 +81,11 @@ _NO_LIMIT: Final = 1e8  # which no gradient reaches, even scaled
 @rule("AMP807", Clip)
 def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     state, node = flow.state, event.node
-    still = state.gradients.scaled if _others_unscaled(flow, event.arguments) else state.still_scaled
-    limit = event.arguments.expression(1, "max_norm") or node
+    still = state.gradients.scaled if _others_unscaled(flow, event.call) else state.still_scaled
+    limit = event.call.expression(1, "max_norm") or node
     is_off = any((number_of(part) or 0) >= _NO_LIMIT for part in ast.walk(limit))
     # a limit that has the scale as well is right
-    has_scale = isinstance(event.arguments.get(1, "max_norm"), ScaleReading)
+    has_scale = isinstance(event.call.get(1, "max_norm"), ScaleReading)
     if has_scale or is_off or not min(still, event.certainty):
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
@@ -104,9 +104,9 @@ def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     )
 
 
-def _others_unscaled(flow: Interpreter, arguments: Call) -> bool:
+def _others_unscaled(flow: Interpreter, call: Call) -> bool:
     """Return whether only optimizers of other models than the clipped ones were unscaled."""
-    parameters = arguments.get(0, "parameters")
+    parameters = call.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
     stages = flow.state.matching(STAGE)
     unscaled = [flow.models_by_optimizer.get(key[1]) for key, stage in stages if stage is not None]
@@ -124,7 +124,7 @@ def _advice_of_framework(flow: Interpreter, *, clips: bool) -> str:
 
 @rule("AMP871", Clip)
 def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
-    parameters = item_of(event.arguments.get(0, "parameters") or UNKNOWN)
+    parameters = item_of(event.call.get(0, "parameters") or UNKNOWN)
     models = parameters.models if isinstance(parameters, Parameters) else None
     tests = [guard.node.test for guard in flow.point.guards if isinstance(guard.node, ast.If)]
     has_alternative = any(mentions(test, "clip_grad_norm_") for test in tests)

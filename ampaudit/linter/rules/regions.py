@@ -271,11 +271,11 @@ def _another_device(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
 
 @rule("AMP847", AutocastMade)
 def _no_device(flow: Interpreter, event: AutocastMade) -> Iterator[Mistake]:
-    node, arguments = event.arguments.node, event.arguments
-    first = arguments.get(0, "device_type")
+    call, node = event.call, event.call.node
+    first = call.get(0, "device_type")
     text = literal_of(first)
     is_flag = isinstance(first, DeviceValue) or isinstance(text, bool)
-    has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
+    has_more = "**" in call.keywords or any(isinstance(a, ast.Starred) for a in node.args)
     is_known = isinstance(node.func, ast.Attribute) or bool(
         flow.point.script.imports & {"torch.amp.autocast", "torch.autocast"}
     )

@@ -126,7 +126,7 @@ def _may_set_enabled(call: ast.Call) -> bool:
 @rule("AMP862", OptimizerMade)
 def _eps_is_zero(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
     name, models = event.optimizer.class_name, event.optimizer.models or ()
-    eps = literal_of(event.arguments.keywords.get("eps", LiteralValue(ADAM_LIKE.get(name))))
+    eps = literal_of(event.call.keywords.get("eps", LiteralValue(ADAM_LIKE.get(name))))
     halved = any(flow.state.trained_cast(HALF_WEIGHTS, model) for model in models)
     if name in ADAM_LIKE and halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         yield Mistake(
@@ -140,8 +140,8 @@ def _eps_is_zero(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
 @rule("AMP870", OptimizerMade)
 def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
     """bfloat16 weights that an optimizer of torch changes by less than they can represent."""
-    expression, models = event.arguments.expression(1, "lr"), event.optimizer.models
-    rate = literal_of(event.arguments.get(1, "lr"))
+    expression, models = event.call.expression(1, "lr"), event.optimizer.models
+    rate = literal_of(event.call.get(1, "lr"))
     if rate is None and expression is not None:
         rate = flow.point.script.defaults.get(dotted_name(expression).rpartition(".")[2])
     is_small = isinstance(rate, float) and rate <= _SMALL_LEARNING_RATE
