@@ -165,7 +165,7 @@ def built(name: str, way: Way) -> nn.Module:
     return model
 
 
-def made_inputs(model: Any) -> dict[str, torch.Tensor]:
+def generated_inputs(model: Any) -> dict[str, torch.Tensor]:
     """Return random inputs, those of a decoder's or encoder's part as well."""
     made = {}
     parameters = list(inspect.signature(model.forward).parameters)
@@ -185,7 +185,7 @@ def examined(name: str) -> Iterator[Row]:
     for way in WAYS:
         try:
             model = built(name, way)
-            inputs = made_inputs(model)
+            inputs = generated_inputs(model)
             with torch.no_grad():
                 model(**inputs)
         except Exception as error:

@@ -19,7 +19,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
 from ampaudit.report.model import GIVEN
 from ampaudit.source.inputs import inputs_from, unknown_axis
-from ampaudit.source.interface import Batch, ModelSource, Sized
+from ampaudit.source.interface import Batch, BatchFactory, ModelSource
 from ampaudit.source.open import open_source
 from ampaudit.source.unwrapping import auditable, runnable
 from ampaudit.source.user_code import calling_user_code
@@ -60,10 +60,10 @@ def as_source(
     if inputs is not None and batches is not None:
         raise InputError("give either inputs or batches, not both", hint=_HOW)
     options = options or SourceConfig()
-    sized: Sized | None = None
+    make_batches: BatchFactory | None = None
     items: Iterable[Any] | None
     if callable(inputs):
-        sized, items = partial(_sized, inputs), _sized(inputs, options.input_sizes or {})
+        make_batches, items = partial(_sized, inputs), _sized(inputs, options.input_sizes or {})
         options = options.changed(input_sizes=None)  # these sizes are not for the model file's functions
     else:
         items = [inputs] if inputs is not None else _several(batches)
@@ -88,7 +88,7 @@ def as_source(
         model=runnable(source.model, source.location),
         batches=tuple(map(_batch, islice(items, most))),
         inputs=GIVEN,
-        sized=sized,
+        make_batches=make_batches,
     )
 
 
@@ -111,9 +111,9 @@ def _with_inputs(source: ModelSource, options: SourceConfig) -> ModelSource:
         raise InputError("give either inputs or batches", hint=_HOW)
     options.check()
     model = runnable(source.model, source.location)
-    sized, functions, info = inputs_from(options, model)
-    batches = sized(options.input_sizes or {})
-    return replace(source, model=model, batches=batches, inputs=info, sized=sized, **functions)
+    make_batches, functions, info = inputs_from(options, model)
+    batches = make_batches(options.input_sizes or {})
+    return replace(source, model=model, batches=batches, inputs=info, make_batches=make_batches, **functions)
 
 
 def check_trained(model: Any, optimizer: Any) -> None:

@@ -34,7 +34,7 @@ from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.segments import Segment, cut_program
 from ampaudit.source import ModelSource
-from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.dequantize import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace import TraceConfig, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights, casts_of

@@ -33,8 +33,8 @@ from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.share import ALONE, Share
 from ampaudit.source import ModelSource
+from ampaudit.source.dequantize import with_plain_weights
 from ampaudit.source.next_inputs import stepping
-from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import isolated, preserved
 

@@ -38,7 +38,7 @@ def swept(
         AuditError: The model cannot be audited at any size.
     """
     axis, values = parse_sweep(config.sweep)
-    if source.sized is None:
+    if source.make_batches is None:
         hint = f"write def example_inputs({axis}={values[0]}): ..., or pass such a function as inputs"
         raise UsageError(f"--sweep: the inputs of {source.location} have no sizes to choose", hint=hint)
     reports: dict[int, list[Report]] = {}
@@ -46,7 +46,7 @@ def swept(
     failures: dict[int, AuditError] = {}
     for value in values:
         try:
-            audited = audit(replace(source, batches=source.sized({axis: value})))
+            audited = audit(replace(source, batches=source.make_batches({axis: value})))
         except UsageError:
             raise
         except AuditError as error:

@@ -19,7 +19,7 @@ from ampaudit.core.config import Config
 from ampaudit.core.errors import UsageError
 from ampaudit.run.share import Share
 from ampaudit.source import ModelSource
-from ampaudit.source.user_code import GIVEN_FILE
+from ampaudit.source.user_code import USER_MODULE_PREFIX
 from ampaudit.trace.entry import tensor_leaves
 
 _SAMPLES = 256  # elements of each tensor
@@ -115,7 +115,7 @@ def imported_files(source: ModelSource) -> list[str]:
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         beside = path.is_relative_to(directory) and "site-packages" not in path.parts
-        beside = beside and not name.startswith(GIVEN_FILE)
+        beside = beside and not name.startswith(USER_MODULE_PREFIX)
         is_model_code = (
             beside if source.kind == "python" else source.kind == "import" and name.split(".")[0] == package
         )

@@ -28,7 +28,7 @@ from ampaudit.run.runner import BatchRun, Runner
 from ampaudit.run.segmented import run_segmented
 from ampaudit.run.share import ALONE, Failure, PartRecords, Share
 from ampaudit.source.interface import Batch
-from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, refuse_misfit
+from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, check_next_inputs
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.converted import ConvertedModel
@@ -373,7 +373,7 @@ class _Loop:
         low, low_watch = self._call(self._low, call, outputs, 1)
         title = self._config.call_name(call.number)
         if record.step == 1:
-            refuse_misfit(call.model, fp32, title)
+            check_next_inputs(call.model, fp32, title)
             refuse_hidden_state(fp32, self._call(again, call, outputs, 0)[0])
         self._fp32.inputs, self._low.inputs = fp32, carried_inputs(fp32, low, title, record)
         if record.faults:

@@ -1,4 +1,4 @@
-"""Loads models: from a Python file, an import path, a Hugging Face directory or a .pt2 archive."""
+"""Loads models from Python files, import paths, Hugging Face directories, .pt2 archives and ONNX files."""
 
 from __future__ import annotations
 

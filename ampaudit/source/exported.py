@@ -23,15 +23,16 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe, describe_path, parse_json, validate
 from ampaudit.report.model import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import Batch, ModelSource, Sized
+from ampaudit.source.interface import Batch, BatchFactory, ModelSource
 from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
 from ampaudit.source.pt2.schema import PROGRAM_SCHEMA
 from ampaudit.trace.fake_model import place_tensor
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 _MAX_JSON = 96_000_000  # bytes; some 2,000 per op
-_MAJOR = 8
-_READ = (
+_SCHEMA_VERSION = 8
+# of the archive; others must lie in these folders
+_MEMBERS = (
     "archive_format",
     "archive_version",
     "byteorder",
@@ -40,7 +41,7 @@ _READ = (
     "version",
 )
 _FOLDERS = ("models", "data/weights", "data/constants", "data/sample_inputs")
-_EXTRA = "extra/"  # texts added by the user, which are not read
+_EXTRA = "extra/"  # texts that the user added; they are not read
 _TRUST = "export it again with this version of PyTorch, or pass --trust to run what it contains"
 _SEQUENCES: Mapping[str, type] = {
     "builtins.tuple": tuple,
@@ -53,7 +54,7 @@ _MAPPINGS: Mapping[str, type] = {
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": dict,
 }
-_VERSION = 1
+_TREESPEC_VERSION = 1
 
 
 def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSource:
@@ -66,10 +67,10 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
     program = _load_trusted(path) if options.trust else read_program(path)
     functions, model = functions_of(), ExportedModel(program)
-    sized: Sized | None = None
+    make_batches: BatchFactory | None = None
     if options.inputs:
-        sized, functions, info = inputs_from(options, model, same_model=False)
-        batches = sized(options.input_sizes or {})
+        make_batches, functions, info = inputs_from(options, model, same_model=False)
+        batches = make_batches(options.input_sizes or {})
     elif program.example is not None:
         args, kwargs = program.example
         batches, info = (Batch(tuple(args), dict(kwargs)),), InputsInfo("stored", "inputs of the export")
@@ -77,7 +78,9 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return ModelSource(location, "pt2", model, batches, digest, inputs=info, sized=sized, **functions)
+    return ModelSource(
+        location, "pt2", model, batches, digest, inputs=info, make_batches=make_batches, **functions
+    )
 
 
 def _load_trusted(path: Path) -> StoredProgram:
@@ -112,8 +115,8 @@ class ExportedModel(nn.Module):
             inputs = flatten((args, kwargs), self._inputs)
         except ValueError as error:
             raise InputError(
-                f"the inputs are not nested as the program's: {error}",
-                hint="pass inputs like those that it was exported with",
+                f"the inputs do not have the structure of the program's: {error}",
+                hint="pass inputs like those of the export",
             ) from error
         outputs = replayer.run(*inputs, enable_io_processing=False)
         return pytree.tree_unflatten(list(outputs), self._outputs)
@@ -126,7 +129,7 @@ class ExportedModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class StoredProgram:
-    """An exported program, and the nesting of its inputs and outputs."""
+    """An exported program, and the structure of its inputs and outputs."""
 
     graph: fx.GraphModule  # takes a flat list of inputs, and holds the weights as attributes
     inputs: pytree.TreeSpec  # of the arguments and keyword arguments
@@ -159,8 +162,8 @@ def _read(archive: Archive) -> StoredProgram:
     document = parse_json(archive.read(member, _MAX_JSON))
     program = validate(PROGRAM_SCHEMA, document, Path(archive.path, member), SourceError, _TRUST)
     major = program["schema_version"]["major"]
-    if major != _MAJOR:
-        raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
+    if major != _SCHEMA_VERSION:
+        raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_SCHEMA_VERSION}")
     module = program["graph_module"]
     weights = read_tensors(archive, "data/weights/", f"{name}_weights_config.json")
     constants = read_tensors(archive, "data/constants/", f"{name}_constants_config.json")
@@ -174,17 +177,17 @@ def _read(archive: Archive) -> StoredProgram:
         place_tensor(root, path, tensor if kind == "parameter" else tensor.detach())
     call = module["module_call_graph"][0]["signature"] if module["module_call_graph"] else None
     if call is None:
-        raise ValueError("it does not tell how it is called")
+        raise ValueError("its call signature is missing")
     inputs = read_structure(call["in_spec"], output=False)
     outputs = read_structure(call["out_spec"], output=True)
     shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
     input_count = sum(weight_of(spec) is None for spec in specs)
     output_count = sum("user_output" in spec for spec in module["signature"]["output_specs"])
     if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (input_count, output_count):
-        raise ValueError("the nesting of its inputs or outputs does not fit its graph")
+        raise ValueError("the structure of its inputs or outputs does not match its graph")
     graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
     for _, path in stored:
-        if path not in weights:  # a constant, which building the graph module has made persistent
+        if path not in weights:  # a constant; building the graph module has made it persistent
             owner, _, leaf = path.rpartition(".")
             holder = graph.get_submodule(owner)
             tensor = holder.get_buffer(leaf)
@@ -197,7 +200,7 @@ def _model_in(archive: Archive) -> str:
     """Return the name of the program, after checking that the archive holds nothing else."""
     for member in archive.members:
         folder = str(PurePosixPath(member).parent)
-        if member not in _READ and folder not in _FOLDERS and not member.startswith(_EXTRA):
+        if member not in _MEMBERS and folder not in _FOLDERS and not member.startswith(_EXTRA):
             raise SourceError(
                 f"{describe_path(archive.path)}: holds {describe(member)!r}, which is not part of a program",
                 hint=_TRUST,
@@ -235,29 +238,29 @@ _KEYS = TypeAdapter(list[str | int], config=ConfigDict(strict=True))
 
 
 def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
-    """Parse the output of ``torch.utils._pytree.treespec_dumps``: version and nested containers, in JSON.
+    """Parse the JSON of ``torch.utils._pytree.treespec_dumps``: a version, and the nested containers.
 
-    In outputs, an object is read as a dict of its fields or as a tuple; inputs must consist of Python's own
-    containers.
+    In outputs, a container of another class becomes a dict of its fields, or a tuple. Inputs must consist of
+    Python's own containers.
 
     Raises:
         ValueError: The text is malformed, or holds a container that only code could build.
     """
     document = parse_json(text)
-    if not isinstance(document, list) or len(document) != 2 or document[0] != _VERSION:
-        raise ValueError(f"the nesting of its {'outputs' if output else 'inputs'} is not readable")
+    if not isinstance(document, list) or len(document) != 2 or document[0] != _TREESPEC_VERSION:
+        raise ValueError(f"the structure of its {'outputs' if output else 'inputs'} is not readable")
     try:
         return _spec(_SPEC.validate_python(document[1]), output)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"the nesting of its values: {describe(fault['msg'])}") from error
+        raise ValueError(f"the structure of its values: {describe(fault['msg'])}") from error
 
 
 def flatten(value: Any, structure: pytree.TreeSpec) -> list[Any]:
     """Return the leaves of a value in the order of a structure; sequence types are interchangeable.
 
     Raises:
-        ValueError: The value is nested in another way.
+        ValueError: The value has another structure.
     """
     if structure.is_leaf():
         return [value]
@@ -278,7 +281,7 @@ def _spec(spec: _Spec, output: bool) -> pytree.TreeSpec:
     kind, children = spec["type"], [_spec(child, output) for child in spec["children_spec"]]
     if kind is None:
         if children:
-            raise ValueError("a value without a type has parts")
+            raise ValueError("a leaf has children")
         return pytree.treespec_leaf()
     if kind in _SEQUENCES:
         return pytree.TreeSpec(_SEQUENCES[kind], None, children)

@@ -34,16 +34,16 @@ from ampaudit.core.source_config import (
 from ampaudit.core.text import format_bytes, listed
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.model import GIVEN, InputsInfo
-from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import ModelSource, Sized
-from ampaudit.source.made_inputs import (
+from ampaudit.source.generated_inputs import (
+    GeneratedInputs,
     InputRequest,
-    MadeInputs,
     check_ids,
-    make_inputs,
+    generate_inputs,
     read_inputs,
     resize_batches,
 )
+from ampaudit.source.inputs import functions_of, inputs_from
+from ampaudit.source.interface import BatchFactory, ModelSource
 from ampaudit.source.model_config import MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, copy_processor, has_processor, placeholders, processor_directory
 from ampaudit.source.streamed import notes_on, open_weights, tensors_of
@@ -55,25 +55,25 @@ _SHOWN = 3
 _MAX_INPUTS = 200_000_000  # bytes; below the sandbox's limit for a file
 _SLACK = 256_000_000  # bytes for a head without weights, or for tables that the model computes
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
-_Loaded = tuple[nn.Module, MadeInputs | None, tuple[str, ...]]  # model, inputs, notes on the weights
+_Loaded = tuple[nn.Module, GeneratedInputs | None, tuple[str, ...]]  # model, inputs, notes on the weights
 _PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_seconds=30)
 
 
-class Rehearsed(TypedDict):
-    """What a rehearsal learns about a model without its weights."""
+class RehearsalResult(TypedDict):
+    """What building a model without weights in the sandbox reveals about it."""
 
     name: str  # of the model class
     size: Annotated[int, Ge(0), Le(1 << 80)]  # bytes in float32
     origin: Literal["", "file", "sample", "random"]  # of the inputs; empty if there are none
-    detail: str  # describes the inputs, or why generating them failed
-    hint: str  # how to solve that
+    detail: str  # describes the inputs, or why they could not be generated
+    hint: str  # for the user, if they could not
 
 
-_ANSWER = TypeAdapter(Rehearsed)
+_ANSWER = TypeAdapter(RehearsalResult)
 
 
-def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
-    """Return the function for the sandbox, which builds the model and writes inputs to its folder.
+def rehearse(request: dict[str, Any]) -> Callable[[], RehearsalResult]:
+    """Return the sandbox's job: to build the model without weights, and write inputs to its folder.
 
     The request has ``table``, a configuration; ``directory``, with the processor's files; and ``inputs``, an
     ``InputRequest`` or ``None``.
@@ -81,13 +81,13 @@ def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
     table, inputs = request["table"], request["inputs"]
     architecture = named_architecture(table)
 
-    def work() -> Rehearsed:
+    def work() -> RehearsalResult:
         config = build_config(architecture, table, Path.cwd())
         with torch.device("meta"):
             model = empty_model(architecture, config)
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
         size = sum(t.numel() * (4 if t.is_floating_point() else t.itemsize) for t in tensors)
-        answer = Rehearsed(name=type(model).__name__, size=size, origin="", detail="", hint="")
+        answer = RehearsalResult(name=type(model).__name__, size=size, origin="", detail="", hint="")
         if inputs is not None:
             try:
                 prepared = _saved_inputs(model, inputs, Path(request["directory"]))
@@ -99,9 +99,9 @@ def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
     return work
 
 
-def _saved_inputs(model: Any, request: InputRequest, directory: Path) -> MadeInputs:
+def _saved_inputs(model: Any, request: InputRequest, directory: Path) -> GeneratedInputs:
     copy_processor(directory, Path.cwd())
-    inputs = make_inputs(model, request, Path.cwd())
+    inputs = generate_inputs(model, request, Path.cwd())
     tensors = {f"{i}.{name}": t for i, batch in enumerate(inputs["batches"]) for name, t in batch.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > _MAX_INPUTS:
@@ -140,7 +140,7 @@ def named_class(table: dict[str, Any]) -> Any:
 
 
 def build_config(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
-    """Build the configuration of a table from ``read_model_config``, through a file in an empty folder."""
+    """Build a configuration from a table of ``read_model_config``, through a file in an empty folder."""
     import transformers
 
     (folder / CONFIG_FILE).write_text(json.dumps(table), encoding="utf-8")
@@ -175,14 +175,22 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         )
     if inputs is not None:
         check_ids(model, inputs["batches"])
-        sized: Sized = partial(resize_batches, inputs["batches"], placeholders(model.config))
+        make_batches: BatchFactory = partial(resize_batches, inputs["batches"], placeholders(model.config))
         info = InputsInfo(inputs["origin"], inputs["detail"])
     else:
-        sized, functions, info = inputs_from(options, model)
+        make_batches, functions, info = inputs_from(options, model)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
-    batches = sized(options.input_sizes or {})
+    batches = make_batches(options.input_sizes or {})
     return ModelSource(
-        location, "huggingface", model, batches, digest, inputs=info, sized=sized, notes=notes, **functions
+        location,
+        "huggingface",
+        model,
+        batches,
+        digest,
+        inputs=info,
+        make_batches=make_batches,
+        notes=notes,
+        **functions,
     )
 
 
@@ -202,14 +210,14 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
     """
     table = read_model_config(path)
     _check_installed()
-    beside = processor_directory(path.resolve())
-    request = {"table": table, "directory": str(beside), "inputs": _request(options)}
+    processor = processor_directory(path.resolve())
+    request = {"table": table, "directory": str(processor), "inputs": _request(options)}
     limits, hint = _LIMITS, "restore the file"
-    if request["inputs"] is not None and (has_processor(beside) or "text_config" in table):
+    if request["inputs"] is not None and (has_processor(processor) or "text_config" in table):
         limits, hint = _PROCESSING_LIMITS, f"{hint}, or pass --inputs FILE.py with example_inputs()"
     with Sandbox(REHEARSAL, request, limits, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS) as sandbox:
         transformers = _transformers()
-        named_class(table)  # imports it, as the sandbox does at the same time
+        named_class(table)  # import it while the sandbox does the same
         what = describe_path(path / CONFIG_FILE)
         answer = sandbox.answer(what, SourceError, hint)
         rehearsed = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
@@ -225,10 +233,10 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
         config = build_config(architecture, table, folder)
         if options.stream:
             return empty_model(architecture, config).eval(), inputs, ()
-        # the method of the base class: some classes read further files
+        # of the base class, because some classes override it to read further files
         load = transformers.PreTrainedModel.from_pretrained.__func__
-        tensors, told = tensors_of(weights), {"output_loading_info": True}
-        loaded = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32, **told)
+        options_of_load = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        loaded = load(architecture, None, state_dict=tensors_of(weights), **options_of_load)
     model, notes = _checked(loaded, options)
     return model, inputs, (*notes_on(weights), *notes)
 
@@ -251,10 +259,10 @@ def _checked(loaded: Any, options: SourceConfig) -> tuple[nn.Module, tuple[str, 
     )
 
 
-def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:
+def _inputs_from(answer: RehearsalResult, file: Path) -> GeneratedInputs:
     if not answer["origin"]:
         raise InputError(describe(answer["detail"], MAX_MESSAGE), hint=describe(answer["hint"], MAX_MESSAGE))
-    return MadeInputs(batches=read_inputs(file), origin=answer["origin"], detail=answer["detail"])
+    return GeneratedInputs(batches=read_inputs(file), origin=answer["origin"], detail=answer["detail"])
 
 
 def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
@@ -285,7 +293,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
             local |= {"use_safetensors": True, "output_loading_info": True}
             model, notes = _checked(architecture.from_pretrained(path, dtype=torch.float32, **local), options)
         request = _request(options)
-        inputs = None if request is None else make_inputs(model, request, path, trust=True)
+        inputs = None if request is None else generate_inputs(model, request, path, trust=True)
     return model, inputs, notes
 
 

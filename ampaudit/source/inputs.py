@@ -31,7 +31,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_bytes, plural
 from ampaudit.core.untrusted import MAX_TABLE, describe, describe_path, read_json, validate
 from ampaudit.report.model import GIVEN, InputsInfo
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, BatchFactory, ModelSource
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, tensors_in
@@ -111,7 +111,7 @@ def functions_of(*modules: ModuleType) -> Functions:
 
 def inputs_from(
     options: SourceConfig, model: nn.Module, *modules: ModuleType, same_model: bool = True
-) -> tuple[Sized, Functions, InputsInfo]:
+) -> tuple[BatchFactory, Functions, InputsInfo]:
     """Return the batch function for --inputs, and the file's loss(), metric() and optimizer().
 
     Functions that the file lacks come from the other modules. For ``same_model`` see ``recorded_calls``.
@@ -128,8 +128,8 @@ def inputs_from(
         hint = "give a Python file, a .safetensors file, a directory of recorded calls or, for ONNX, a .npz"
         raise InputError(f"--inputs {describe_path(path)}: not a file of inputs", hint=hint)
     module = module_from_file(path)
-    sized = partial(batches_of, module, options.batches or 1, options.seed)
-    return sized, functions_of(module, *modules), GIVEN
+    make_batches = partial(batches_of, module, options.batches or 1, options.seed)
+    return make_batches, functions_of(module, *modules), GIVEN
 
 
 def _recorded(batches: tuple[Batch, ...], sizes: Mapping[str, int]) -> tuple[Batch, ...]:
@@ -185,12 +185,12 @@ def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
     if isinstance(value, torch.Tensor):
         return Batch((value,), dict(kwargs))
     if isinstance(value, tuple | list) and any(item is ... for item in value):
-        raise InputError(f"{what} gave ...", hint="put an input in its place")
+        raise InputError(f"{what} returned the placeholder ...", hint="put an input in its place")
     if isinstance(value, Mapping):
         return Batch((), {**kwargs, **{str(key): item for key, item in value.items()}})
     if isinstance(value, tuple | list):
         return Batch(tuple(value), dict(kwargs))
-    raise InputError(f"{what} gave {type(value).__name__}", hint=_HINTS.get(type(value).__name__))
+    raise InputError(f"{what} returned {type(value).__name__}", hint=_HINTS.get(type(value).__name__))
 
 
 def with_inputs(source: ModelSource, path: Path) -> ModelSource:
@@ -214,7 +214,7 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
             hint = f"{name} must be {tensor.dtype}"
             raise InputError(f"{path}: {name} is {saved[name].dtype}", hint=hint)
     batches = (with_tensors(batch, [saved[name] for name in names]),)
-    return replace(source, batches=batches, inputs=GIVEN, sized=None)
+    return replace(source, batches=batches, inputs=GIVEN, make_batches=None)
 
 
 def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
@@ -246,11 +246,11 @@ _TENSOR = TypeAdapter(_Tensor)
 
 
 def known_classes(model: nn.Module) -> dict[str, type]:
-    """Return the classes that a recording may name; none is imported for it.
+    """Return the classes that a recording may name, without importing any.
 
     These are the dataclasses, named tuples and enumerations in the modules that define the model's classes,
-    and the caches and outputs of Transformers for its models. Each is also there by its last name, since a
-    script's module is ``__main__``.
+    and the caches and outputs of Transformers for its models. The keys are ``module:name``, and the name
+    alone, since the module of a recorded script is ``__main__``.
     """
     modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     sources = sorted(name for name in modules if not name.startswith("torch."))
@@ -265,25 +265,25 @@ def known_classes(model: nn.Module) -> dict[str, type]:
 
 
 def _holds_data(kind: type) -> bool:
-    fields = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return fields or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_cache(kind)
+    is_namedtuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_namedtuple or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_cache(kind)
 
 
 def is_cache(kind: type) -> bool:
-    """Return whether a class is a cache of Transformers, or derived from one."""
+    """Return whether a class is a Transformers cache or a subclass of one."""
     return any(base.__module__ == CACHES for base in kind.__mro__)
 
 
 class Rebuilder:
     """Rebuilds the arguments of one recorded call from its JSON file, and counts the bytes of its tensors.
 
-    With ``widened``, 16-bit dtypes become float32.
+    With ``widened``, an argument that is a 16-bit ``torch.dtype`` becomes float32. Tensors keep their dtype.
     """
 
     def __init__(
         self, path: Path, tensors: dict[str, torch.Tensor], classes: Mapping[str, type], *, widened: bool
     ) -> None:
-        self.needs = 0
+        self.nbytes = 0
         self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
 
@@ -333,7 +333,7 @@ class Rebuilder:
         if why:
             raise self._error(place, why)
         tensor = flat.as_strided(view.shape, view.stride, view.offset)
-        self.needs += tensor.numel() * dtype.itemsize
+        self.nbytes += tensor.numel() * dtype.itemsize
         return self._views.setdefault(key, tensor)
 
     def _named_class(self, name: Any, place: str, fits: Callable[[type], bool] | None = None) -> type:
@@ -350,12 +350,12 @@ class Rebuilder:
         return kind
 
     def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
-        """Rebuild an object from its attributes; constructors are only called for dicts (outputs)."""
+        """Rebuild an object from its attributes; only subclasses of dict are called."""
         name, attributes = content
         kind = self._named_class(name, place)
         values = {key: self.rebuild(item, f"{place}.{key}") for key, item in attributes.items()}
-        strange = any(key.startswith("__") or callable(getattr(kind, key, None)) for key in values)
-        if strange or not allowed(kind):
+        overrides = any(key.startswith("__") or callable(getattr(kind, key, None)) for key in values)
+        if overrides or not allowed(kind):
             raise self._error(place, f"is not a valid {kind.__name__}")
         if issubclass(kind, dict):  # the outputs of Transformers and diffusers
             return kind(**{key: item for key, item in values.items() if item is not None})
@@ -529,7 +529,7 @@ def recorded_calls(
             hint="names and shapes of the parameters must be the same; record this model",
         )
     files, classes = _files(directory, recording), known_classes(model)
-    # the 16-bit inputs of a module that had 16-bit parameters, for a model that has none
+    # the recorded module had 16-bit parameters, and this model has none: widen the inputs as well
     low = set(map(dtype_name, LOW_PRECISION_DTYPES))
     dtypes = structure["dtypes"]
     widen = bool(low & set(theirs.dtypes)) and bool(dtypes) and not low & set(dtypes)
@@ -545,7 +545,7 @@ class _StoredCall:
     batch: Batch
     training: bool
     widened: bool
-    needs: int  # bytes
+    nbytes: int  # of its tensors
 
 
 def _read_recording(directory: Path) -> _Recording:
@@ -585,7 +585,7 @@ def _read(path: Path, classes: Mapping[str, type], *, widen: bool) -> _StoredCal
     args = tuple(rebuilder.rebuild(value, f"input[{index}]") for index, value in enumerate(call.positional))
     kwargs = {name: rebuilder.rebuild(value, name) for name, value in call.named.items()}
     batch = Batch(args, kwargs, name=f"call {call.call}")
-    return _StoredCall(call.call, batch, call.training, widened, rebuilder.needs)
+    return _StoredCall(call.call, batch, call.training, widened, rebuilder.nbytes)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -593,10 +593,10 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_memory(directory: Path, calls: Iterable[_StoredCall], *, widen: bool) -> None:
-    """Reject calls that exceed free memory; only widened calls are all loaded at once."""
+    """Reject calls that exceed free memory: all of them if they are widened, else the largest."""
     available = psutil.virtual_memory().available
-    largest = max(calls, key=lambda call: call.needs)
-    needed = 2 * sum(call.needs for call in calls) if widen else largest.needs
+    largest = max(calls, key=lambda call: call.nbytes)
+    needed = 2 * sum(call.nbytes for call in calls) if widen else largest.nbytes
     if needed > available:
         what = "the calls need" if widen else f"call {largest.number} needs"
         raise InputError(

@@ -47,12 +47,12 @@ class Batch:
         return Batch(args, kwargs, item, self.name)
 
 
-Sized = Callable[[Mapping[str, int]], tuple[Batch, ...]]
+BatchFactory = Callable[[Mapping[str, int]], tuple[Batch, ...]]  # sizes by axis -> batches
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A loaded model, its inputs, and what its file defines for some audits."""
+    """A loaded model, its inputs, and the optional functions of its file."""
 
     location: str  # from the command line
     kind: str  # ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``
@@ -68,11 +68,11 @@ class ModelSource:
     inputs: InputsInfo = GIVEN  # origin of the batches
     notes: tuple[str, ...] = ()  # changes made to the model before the audit
     next_inputs: Any = None  # (outputs, inputs) or a scheduler, for audits of several steps
-    sized: Sized | None = None  # returns batches of other sizes, by axis; None if the sizes are fixed
+    make_batches: BatchFactory | None = None  # makes batches of other sizes; None if the sizes are fixed
     reference: ModelSource | None = None  # of the reference outputs, if not the model itself
     places: tuple[int, ...] = ()  # position of each input among those of the reference
 
     @property
     def names_files(self) -> bool:
-        """Whether the model's file names source files, which must not be opened."""
+        """Whether source lines come from the model's file; the files that they name are not opened."""
         return self.kind in ("pt2", "converted", "onnx")

@@ -21,14 +21,14 @@ _MAX_ARCHITECTURES = 16
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9_]{0,99}")
 _IMPLEMENTATION = re.compile(r"(paged\|)?[a-z0-9_]{1,40}")
 _DTYPES = {"float16", "bfloat16", "float32", "float64", "half", "float", "double", "auto"}
-# keys through which Transformers loads from elsewhere, and keys that the model does not need
+# keys through which Transformers loads code or other files, and keys that the model does not need
 _DROPPED = {
     "_name_or_path", "auto_map", "base_model_name_or_path", "custom_generate", "custom_pipelines",
     "kernel_config", "name_or_path", "quantization_config", "use_kernels",
 }  # fmt: skip
 # quantization methods that store float8 weights and scales
 _FLOAT8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8")
-UNREAD_HINT = "pass --trust to scan it with its package; to convert it, save it with dequantized weights"
+QUANTIZED_HINT = "pass --trust to scan it with its package; to convert it, save it with dequantized weights"
 
 _Size = Annotated[int, Field(ge=1, le=1 << 32)]
 _Block = Annotated[tuple[_Size, _Size], BeforeValidator(lambda v: v.split("x") if isinstance(v, str) else v)]
@@ -51,7 +51,7 @@ class Quantization(BaseModel):
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """The size of the blocks with one scale each, if all weights share it."""
+        """The size of the blocks with one scale each; ``None`` if weights differ or have no blocks."""
         groups = (self.config_groups or {}).values()
         blocks = {group.weights.block_structure if group.weights else None for group in groups}
         return blocks.pop() if len(blocks) == 1 else self.weight_block_size
@@ -61,10 +61,12 @@ _QUANTIZATION = TypeAdapter(Quantization)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read a configuration and check that it holds only data.
+    """Read a configuration, without the keys that name code or other files.
 
     Raises:
-        SourceError: See ``read_raw_config``; or it names code, a kernel, another file or a quantization.
+        SourceError: See ``read_raw_config``; or the configuration names a kernel, other files or an
+        unsupported
+            quantization, or the directory holds an adapter.
     """
     table = read_raw_config(directory)
     if (directory / ADAPTER).exists():
@@ -93,7 +95,7 @@ def read_quantization(directory: Path) -> Quantization | None:
     if entry is None:
         return None
     if (problem := _quantization(entry)) is not None:
-        raise _config_error(directory, f"quantization_config {problem}", UNREAD_HINT)
+        raise _config_error(directory, f"quantization_config {problem}", QUANTIZED_HINT)
     return validate(_QUANTIZATION, entry, directory / CONFIG_FILE, SourceError, "restore the file")
 
 
@@ -119,7 +121,7 @@ def with_stored_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
-    """Read a configuration unchecked.
+    """Read a configuration as it is.
 
     Raises:
         SourceError: The file is missing, too large, or not a JSON object.
@@ -150,7 +152,7 @@ def _without_references(directory: Path, value: Any, place: str) -> Any:
             problem = "is not the name of a setting"
         if problem is not None:
             trust = "edit the file, or read its code and pass --trust"
-            hint = UNREAD_HINT if key == "quantization_config" else trust
+            hint = QUANTIZED_HINT if key == "quantization_config" else trust
             raise _config_error(directory, f"{describe(name)} {problem}", hint)
         if key not in _DROPPED:
             cleaned[key] = _without_references(directory, item, f"{name}.")

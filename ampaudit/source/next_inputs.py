@@ -18,18 +18,18 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs, named_inputs, restored, with_objects_open
 from ampaudit.trace.values import inexact
 
-_NEXT_INPUTS = "define next_inputs(outputs, inputs) in the model file, or pass next_inputs="
+_DEFINE_HINT = "define next_inputs(outputs, inputs) in the model file, or pass next_inputs="
 _DECODER_ONLY = ("labels", "use_cache", "past_key_values", "position_ids", "token_type_ids", "logits_to_keep")
 
 _UNCHANGED = ("attention_mask", "use_cache")
-_TIMES = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
+_TIMESTEP_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 NEXT_INPUTS = "next_inputs(outputs, inputs)"
 _HINT = "return the inputs of the next step as example_inputs() does: a tensor, a tuple or a dict"
 NextInputs = Callable[[Any, Any], Any]
 
 
 class NothingFedBack(UsageError):
-    """Raised by the built-in step function if no output matches an input."""
+    """Raised by ``recurrent`` if no output matches an input."""
 
 
 def stepping(
@@ -37,7 +37,7 @@ def stepping(
 ) -> tuple[tuple[Batch, ...], NextInputs, str]:
     """Return the batches of the first step, the function for later inputs, and its description.
 
-    ``declared`` is the user's function or diffusion scheduler; ``None`` asks for the built-in functions.
+    ``declared`` is the user's function or diffusion scheduler; ``None`` selects a built-in function.
 
     Raises:
         UsageError: ``declared`` is neither, or cannot provide that many steps.
@@ -59,10 +59,10 @@ def stepping(
 
 
 def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str) -> Batch:
-    """Call a function for the next inputs and return them as a batch of plain containers.
+    """Call the function that computes the next inputs, and return them as a batch of plain containers.
 
     Raises:
-        InputError: The function returns something that is not inputs.
+        InputError: The function returns no inputs.
         SourceError: The function raises.
     """
     args, kwargs = restored((batch.args, batch.kwargs))
@@ -84,8 +84,8 @@ def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str
     return step
 
 
-def refuse_misfit(model: nn.Module, batch: Batch, call: str) -> None:
-    """Reject next inputs that do not fit the signature of the model's forward.
+def check_next_inputs(model: nn.Module, batch: Batch, call: str) -> None:
+    """Check the next inputs against the signature of the model's forward.
 
     Raises:
         InputError: An argument is missing or unexpected.
@@ -123,8 +123,7 @@ def recurrent(outputs: Any, inputs: Any) -> Any:
             values[place] = state
             return dict(zip(names, values, strict=True)) if names is not None else tuple(values)
     raise NothingFedBack(
-        "--steps: no output of the model is like one of its inputs",
-        hint=f"say what is fed back: define {NEXT_INPUTS} in the model file, or pass next_inputs=",
+        "--steps: no output of the model has the structure and shapes of an input", hint=_DEFINE_HINT
     )
 
 
@@ -151,7 +150,7 @@ def plan_decoding(
         InputError: A batch is not a prompt.
     """
     if getattr(model, "_is_stateful", False):
-        raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_NEXT_INPUTS)
+        raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_DEFINE_HINT)
     inputs = [_by_name(model, batch) for batch in batches]
     if model.config.is_encoder_decoder:
         return tuple(_first_of_decoder(model, values, steps) for values in inputs), _next_of_decoder
@@ -169,12 +168,12 @@ def _by_name(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 @cache
-def _layer_class() -> Any:
-    """Return the class of cache layers with tensors of a fixed size."""
+def _fixed_layer_class() -> Any:
+    """Return a class of cache layers whose tensors have a fixed size."""
     from transformers.cache_utils import StaticLayer
 
     class FixedLayer(StaticLayer):
-        """Keeps the separate dtypes of keys and values, as a dynamic cache does."""
+        """Stores keys and values in the dtype of each, as a dynamic cache does."""
 
         def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
@@ -191,14 +190,14 @@ def _static_cache(model: Any, length: int) -> Any:
     static_cache = StaticCache(config=model.config, max_cache_len=length)
     for index, layer in enumerate(static_cache.layers):
         if type(layer) in (StaticLayer, StaticSlidingWindowLayer):  # a sliding window counts tokens in Python
-            static_cache.layers[index] = _layer_class()(max_cache_len=length)
+            static_cache.layers[index] = _fixed_layer_class()(max_cache_len=length)
     return static_cache
 
 
 def _first_of_causal(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2:
-        raise InputError("--steps: decoding starts from input_ids of two dimensions", hint=_NEXT_INPUTS)
+        raise InputError("--steps: decoding starts from input_ids of two dimensions", hint=_DEFINE_HINT)
     length, mask = ids.shape[1] + steps, inputs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
         order = mask.bool().int().argsort(dim=1, stable=True)  # padding to the left, as generate() wants it
@@ -222,7 +221,7 @@ def _next_of_causal(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _after(outputs: Any, inputs: dict[str, Any], ids: str) -> dict[str, Any]:
-    """Return the inputs with the most likely token and the cache; others that change become ``None``."""
+    """Return the next inputs: the most likely token, the cache, and ``None`` for other inputs that change."""
     unchanged = {name: value if name in _UNCHANGED else None for name, value in inputs.items()}
     token = outputs.logits[:, -1:].argmax(-1)
     return {**unchanged, ids: token, "past_key_values": outputs.past_key_values}
@@ -256,17 +255,17 @@ def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 class DiffusionSteps:
     """Computes the next sample by ``scheduler.step(output, timestep, sample)``.
 
-    The sample is the first floating-point input with two or more dimensions; the timestep the input of that
-    name, or the first other input that is a number or a vector.
+    The sample is the first floating-point input with two or more dimensions. The timestep is the input of
+    that name, or else the first other input that is a number or a vector.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler = copy.deepcopy(scheduler)  # it counts its steps
+        self._scheduler = copy.deepcopy(scheduler)  # since it counts its steps
         self._step_count = 0
         self._last_sample: tuple[torch.Tensor, torch.Tensor] | None = None  # scaled and unscaled
 
     def first(self, batch: Batch, steps: int) -> Batch:
-        """Return a batch with the first timestep in it.
+        """Set the first timestep in a batch, and scale its sample.
 
         Raises:
             InputError: No input is a sample, or none is a timestep.
@@ -284,7 +283,7 @@ class DiffusionSteps:
         return Batch(*pytree.tree_unflatten(leaves, spec))
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
-        """Return the inputs with the next sample and timestep in them."""
+        """Replace the sample and the timestep in the inputs by the next ones."""
         leaves, spec = pytree.tree_flatten(inputs)
         whole = inputs if isinstance(inputs, tuple) else (inputs,)
         batch = Batch((), inputs) if isinstance(inputs, dict) else Batch(whole)
@@ -325,7 +324,7 @@ def _places(batch: Batch) -> tuple[int, int]:
     samples = [i for i, tensor in tensors if tensor.is_floating_point() and tensor.ndim >= 2]
     if not samples:
         raise InputError("no input of the model is a sample", hint="give it floating-point latents")
-    times = [i for i, (name, leaf) in enumerate(leaves) if name in _TIMES and i != samples[0]]
+    times = [i for i, (name, leaf) in enumerate(leaves) if name in _TIMESTEP_NAMES and i != samples[0]]
     times += [i for i, (_, leaf) in enumerate(leaves) if i != samples[0] and _is_number(leaf)]
     if not times:
         raise InputError("no input of the model is a timestep", hint="give it one, such as torch.tensor(0)")

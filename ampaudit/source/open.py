@@ -31,10 +31,10 @@ from ampaudit.source.streamed import load_weights, with_weights_on_disk, without
 _MODULES = "modules.json"
 _PARTS_SHOWN = 4
 _TAIL = 1 << 20  # bytes at the end of an archive that hold its member names
-_SCRIPTED = b"/code/__torch__"
+_TORCHSCRIPT_MARK = b"/code/__torch__"
 _ARCHIVES = (".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc", ".bin", "")
 _FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 or .onnx file"
-_OTHER_FRAMEWORK = ("is not a PyTorch model", "scan the PyTorch model that it was made from")
+_OTHER_FRAMEWORK = ("is not a PyTorch model", "scan the PyTorch model from which it was converted")
 _KINDS = {
     (".safetensors", *PICKLED): (
         "holds weights, not a model",
@@ -42,7 +42,7 @@ _KINDS = {
     ),
     (".gguf",): (
         "holds the quantized weights of another runtime",
-        "scan the Hugging Face directory that it was made from",
+        "scan the Hugging Face directory from which it was converted",
     ),
     (".engine", ".plan", ".trt", ".tflite", ".mlmodel", ".mlpackage"): _OTHER_FRAMEWORK,
     (".h5", ".hdf5", ".keras", ".pb", ".msgpack"): _OTHER_FRAMEWORK,
@@ -56,10 +56,10 @@ _HUB = re.compile(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+|[A-Za-z][\w.-
 
 
 def open_source(location: str, options: SourceConfig) -> ModelSource:
-    """Load the model at ``location``.
+    """Load the model at a location.
 
-    That is ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with config.json, a
-    ``.pt2`` or ``.onnx`` file, or a converted directory.
+    The location is ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
+    config.json, a ``.pt2`` or ``.onnx`` file, or a converted directory.
 
     Raises:
         SourceError, InputError, WeightsError: The model, its inputs or weights cannot be loaded.
@@ -68,17 +68,20 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
     _check_inputs(location, model, options)
-    read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
-    files = states_of(read)
-    by_place = options.inputs is not None and options.inputs.suffix == ".safetensors"
-    saved = options.inputs if by_place and model.suffix != ".onnx" else None
-    opened = options if saved is None else options.changed(inputs=None, batches=1)
+    paths = (model, options.weights, options.inputs, options.text)
+    files = states_of([path for path in paths if path is not None])
+    # tensors by position, which replace those of the model's own inputs; for ONNX, they have names
+    tensors = (
+        options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
+    )
+    tensors = None if model.suffix == ".onnx" else tensors
+    opening = options if tensors is None else options.changed(inputs=None, batches=1)
     with without_weights() if options.stream else nullcontext():
-        source = _build(location, opened)
+        source = _build(location, opening)
     if options.stream:
         source = with_weights_on_disk(source, options)
-    if saved is not None:
-        source = with_inputs(source, saved)
+    if tensors is not None:
+        source = with_inputs(source, tensors)
     source.model.train(options.train)
     if options.weights is not None and not options.stream:
         load_weights(source.model, options.weights)
@@ -86,7 +89,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
 
 def _check_inputs(location: str, model: Path, options: SourceConfig) -> None:
-    """Reject options for inputs that do not fit the model or each other, and missing samples."""
+    """Check that the options for inputs fit the model and each other, and that sample files exist."""
     for kind in KINDS:
         path = getattr(options, kind)
         if path is None:
@@ -101,14 +104,14 @@ def _check_inputs(location: str, model: Path, options: SourceConfig) -> None:
             raise InputError(f"--{kind} {describe_path(path)}: no such {what}", hint="check the path")
     for flag, value in (("--args", options.args), ("--input", options.input)):
         if value and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
-            hint = "leave it out; --inputs FILE gives inputs of your own"
-            raise UsageError(f"{flag} is for models in Python; {describe(str(model))} is none", hint=hint)
+            hint = "leave it out; --inputs FILE passes your own inputs"
+            raise UsageError(f"{flag} is for models in Python, not for {describe(str(model))}", hint=hint)
     if options.input and options.inputs is not None:
         raise UsageError("--input and --inputs both give inputs", hint="leave one out")
 
 
 def _build(location: str, options: SourceConfig) -> ModelSource:
-    """Build the model with the reader of its location."""
+    """Build the model with the reader for its location."""
     path = Path(location)
     converted = (path / PROGRAM, path / ONNX) if (path / MANIFEST).is_file() else ()
     file = next(filter(Path.is_file, converted), path)
@@ -143,7 +146,7 @@ def _build(location: str, options: SourceConfig) -> ModelSource:
 
 
 def refuse_other_kinds(path: Path) -> None:
-    """Reject locations that are not a model by themselves.
+    """Reject locations that do not hold one whole model with Python code.
 
     Raises:
         SourceError: The location is a TorchScript program, a pipeline of several models, an adapter without
@@ -152,7 +155,7 @@ def refuse_other_kinds(path: Path) -> None:
     if path.is_file() and path.suffix in _ARCHIVES and _is_torchscript(path):
         raise SourceError(
             f"{describe_path(path)} is a TorchScript program, whose ops have no Python code to audit",
-            hint="scan the Python model that it was made from, or save that with torch.export.save as .pt2",
+            hint="scan the Python model behind it, or save that with torch.export.save as .pt2",
         )
     if (path / PIPELINE).is_file():
         raise _pipeline(path)
@@ -184,22 +187,22 @@ def _is_torchscript(path: Path) -> bool:
         if stream.read(2) != b"PK":
             return False
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL))
-        return _SCRIPTED in stream.read(_TAIL)
+        return _TORCHSCRIPT_MARK in stream.read(_TAIL)
 
 
 def _pipeline(path: Path) -> SourceError:
-    """Return the error for a Diffusers pipeline, which suggests how to scan its models."""
+    """Return the error for a Diffusers pipeline, with suggestions how to scan its models."""
     table = read_table(path / PIPELINE, SourceError)
-    ways = [
+    suggestions = [
         _command(path / name) if entry[:1] == ["transformers"] else _file(path / name, entry[-1:])
         for name, entry in table.items()
         if "/" not in name and isinstance(entry, list) and (path / name / CONFIG_FILE).is_file()
     ]
-    ways.sort(key=lambda way: not way.startswith("ampaudit"))
+    suggestions.sort(key=lambda suggestion: not suggestion.startswith("ampaudit"))
     kind = describe(table.get("_class_name") or "several models")
     return SourceError(
         f"{describe_path(path)} is a Diffusers pipeline ({kind}), not one model",
-        hint="scan its parts: " + ("; ".join(ways[:_PARTS_SHOWN]) or "none of them is here"),
+        hint="scan its parts: " + ("; ".join(suggestions[:_PARTS_SHOWN]) or "none of them is here"),
     )
 
 
@@ -208,14 +211,14 @@ def _command(path: Path) -> str:
 
 
 def _file(path: Path, kind: list[Any]) -> str:
-    """Describe a Python file that loads a Diffusers model, as code that is safe to paste."""
+    """Describe a Python file that loads a Diffusers model; its code is safe to paste."""
     name = describe(*kind or ("",))
     call = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
     return f"a Python file whose get_model() returns {call}, with example_inputs()"
 
 
 def _needed_code(path: Path) -> str:
-    """Return the code that a ``torch.save`` file needs, such as a class; empty if none."""
+    """Describe the code that a ``torch.save`` file needs, such as a class; empty if it needs none."""
     try:
         open_checkpoint(path)
     except WeightsError as error:

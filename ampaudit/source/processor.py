@@ -17,11 +17,11 @@ from ampaudit.core.source_config import CONFIG_FILE
 from ampaudit.core.untrusted import describe, read_bounded
 from ampaudit.source.model_config import PIPELINE
 
-_LENGTH = 32
+_LENGTH = 32  # tokens
 _MAX_ELEMENTS = 1 << 25
 _SAMPLES = 16_000  # a second of sound
 OWN_INPUTS = "pass --inputs FILE.py with example_inputs()"
-_SPECIAL = ("pad", "eos", "image", "video", "audio", "vision_start", "vision_end")
+_SPECIAL = ("pad", "eos", "image", "video", "audio", "vision_start", "vision_end")  # tokens
 _TOWERS = {"text_config": "input_ids", "vision_config": "pixel_values", "audio_config": "input_features"}
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
@@ -86,14 +86,14 @@ class Processor:
         self._config = model.config
         self._accepts = inspect.signature(model.forward).parameters.keys()
         self._whole: Any = None
-        self._special = True
+        self._add_special_tokens = True
         self.length = 0  # largest number of tokens in the last batches
         self.cut: list[bool] = []  # whether each text of the last batches was truncated
         self.parts: dict[str, Any] = {}  # tokenizer, image processor and feature extractor, by kind
-        self.problem = "no tokenizer or processor lies beside the model"  # or why a part cannot be loaded
+        self.problem = "no tokenizer or processor in the model's directory"  # or why one cannot be loaded
         if not has_processor(folder):
             return
-        with contextlib.suppress(Exception):  # its parts may be there without it
+        with contextlib.suppress(Exception):  # there may be parts without a processor
             self._whole = _load("AutoProcessor", folder, trust)
         for kind, (loader, name, _) in _PARTS.items():
             if self.takes(kind):
@@ -104,31 +104,31 @@ class Processor:
                     self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {why}"
         tokenizer = self.parts.get("text")
         if tokenizer is not None and getattr(tokenizer, "pad_token", None) is None:
-            end = tokenizer.eos_token or tokenizer.unk_token  # as is usual for decoders
+            end = tokenizer.eos_token or tokenizer.unk_token  # which is usual for decoders
             tokenizer.pad_token = end or tokenizer.convert_ids_to_tokens(0)
 
     def takes(self, kind: str) -> bool:
-        """Return whether the model takes inputs produced from this kind of samples."""
+        """Return whether the model takes inputs that are produced from this kind of sample."""
         return any(name in self._accepts for name in _PARTS[kind][2])
 
     def sampling_rate(self) -> int:
         """Return the sampling rate of audio in Hz."""
         return int(getattr(self.parts["audio"], "sampling_rate", None) or 16_000)
 
-    def encoded(
+    def encode(
         self, columns: Mapping[str, Sequence[Any]], rows: int, *, chat: bool
     ) -> list[dict[str, Tensor]]:
-        """Encode samples by kind as batches of tensors with the same shapes.
+        """Encode samples as batches of tensors with the same shapes.
 
-        There are equally many of each kind, a multiple of the rows per batch. With ``chat``, prompts are
-        written with the chat template.
+        ``columns`` holds the samples of each kind: all kinds have the same number, a multiple of ``rows``,
+        which is that of a batch. With ``chat``, prompts are formatted with the chat template.
         """
         columns, lengths, length = dict(columns), list[int](), 0
         if "text" in columns:
             columns["text"] = self._prompts(columns["text"], chat=chat, pictured="images" in columns)
-            self._special = not chat  # a template adds them itself
+            self._add_special_tokens = not chat  # a template adds them itself
             lengths = [len(ids) for ids in self._tokens(columns["text"])["input_ids"]]
-            length = min(max(lengths), self._longest())
+            length = min(max(lengths), self._max_tokens())
         starts = range(0, len(next(iter(columns.values()))), rows)
         batches = ({kind: items[start : start + rows] for kind, items in columns.items()} for start in starts)
         encodings = [_tensors(self._batch(batch, length)) for batch in batches]
@@ -139,17 +139,17 @@ class Processor:
 
     def _batch(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
         if len(batch) > 1 and callable(self._whole) and "input_ids" in self._accepts:
-            with contextlib.suppress(Exception):  # not all take all kinds together
+            with contextlib.suppress(Exception):  # not all processors take several kinds together
                 return self._together(batch, length)
         inputs: dict[str, Any] = {}
         if "images" in batch:
-            frames = getattr(self._config, "num_frames", None)  # of a video, which stands still here
+            frames = getattr(self._config, "num_frames", None)  # of a video, which repeats the image
             pictures = [[image] * frames if frames else image for image in batch["images"]]
             inputs |= self.parts["images"](images=pictures, return_tensors="pt")
         if "audio" in batch:
             extract, sounds = self.parts["audio"], list(batch["audio"])
             options = {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"}
-            try:  # some pad to a length required by the model
+            try:  # some pad to the length that the model requires
                 inputs |= extract(sounds, **options)
             except Exception:
                 inputs |= extract(sounds, padding=True, **options)
@@ -158,11 +158,11 @@ class Processor:
         return inputs
 
     def _together(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
-        """Call the whole processor, which may insert the tokens of an image into the text."""
+        """Call the whole processor, which may insert image tokens into the text."""
         options: dict[str, Any] = {"padding": True}
         if not placeholders(self._config):
             options = {"padding": "max_length", "truncation": True, "max_length": length}
-        if not self._special:
+        if not self._add_special_tokens:
             options["add_special_tokens"] = False
         if "audio" in batch:
             options["sampling_rate"] = self.sampling_rate()
@@ -173,14 +173,14 @@ class Processor:
             return dict(self._whole(**nested, **options, return_tensors="pt"))
 
     def _tokens(self, prompts: Sequence[str], max_length: int | None = None) -> dict[str, Any]:
-        options: dict[str, Any] = {"add_special_tokens": self._special}
+        options: dict[str, Any] = {"add_special_tokens": self._add_special_tokens}
         if max_length is not None:
             options |= {"padding": "max_length", "truncation": True, "max_length": max_length}
             options["return_tensors"] = "pt"
         return dict(self.parts["text"](list(prompts), **options))
 
     def _rename_ids(self, tokens: dict[str, Any]) -> dict[str, Any]:
-        """Rename token ids to the model's inputs, and add the decoder's start tokens."""
+        """Name token ids as the model's inputs, and add the decoder's ids, shifted by a start token."""
         ids = tokens["input_ids"]
         if "decoder_input_ids" in self._accepts and getattr(self._config, "is_encoder_decoder", False):
             starts = (
@@ -208,10 +208,10 @@ class Processor:
         token = getattr(self._whole, "image_token", None) or getattr(self.parts["text"], "image_token", None)
         return [f"{token}\n{item}" if pictured and token else item for item in items]
 
-    def _longest(self) -> int:
+    def _max_tokens(self) -> int:
         """Return the largest number of tokens that both the tokenizer and the model take."""
         positions = first_setting(text_config(self._config), _POSITIONS, None)
-        # RoBERTa's offset
+        # RoBERTa counts positions from 2
         positions = positions - 2 if isinstance(positions, int) and positions > 2 else None
         limits = (_MAX_TOKENS, getattr(self.parts["text"], "model_max_length", None), positions)
         return min(int(limit) for limit in limits if limit is not None and limit > 0)
@@ -277,25 +277,25 @@ def needed_inputs(model: Any) -> list[str]:
 
 
 def random_input(model: Any, name: str, rows: int) -> Tensor:
-    """Return random token ids, pixels or sound.
+    """Return random token ids, pixels, sound or another input of known shape.
 
     Raises:
-        InputError: The input is of another kind, or the configuration has absurd sizes.
+        InputError: The shape of the input is unknown, or the configuration has absurd sizes.
     """
     if name not in _IDS:
         return torch.randn(input_sizes(model, name, rows))
     decoder = _IDS[name]
-    text, longest = text_config(model.config, decoder=decoder), longest_text(model.config, decoder=decoder)
+    text, limit = text_config(model.config, decoder=decoder), max_tokens(model.config, decoder=decoder)
     vocabulary: Any = getattr(text, "vocab_size", None)
     check_sizes("vocab_size", vocabulary)
-    length = _LENGTH if longest is None else min(_LENGTH, longest)
+    length = _LENGTH if limit is None else min(_LENGTH, limit)
     ids = torch.randint(0, vocabulary, (rows, length))
     # an ordinary token takes the place of special ones, and the end token ends each row
     numbers = {name: getattr(model.config, f"{name}_token_id", None) for name in _SPECIAL}
     numbers["index"] = getattr(model.config, "image_token_index", None)
     special = {number for number in numbers.values() if type(number) is int}
-    usual = next(number for number in range(len(special) + 1) if number not in special)
-    ids[torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))] = usual
+    ordinary = next(number for number in range(len(special) + 1) if number not in special)
+    ids[torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))] = ordinary
     end = numbers["eos"]
     if type(end) is int and 0 <= end < vocabulary:  # a small model may have kept the default of a large one
         ids[:, -1] = end
@@ -312,14 +312,14 @@ def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
     return check_sizes(name, rows, *sizes(model.config))
 
 
-def longest_text(config: Any, *, decoder: bool = False) -> int | None:
-    """Return the maximum number of tokens, if the configuration gives one.
+def max_tokens(config: Any, *, decoder: bool = False) -> int | None:
+    """Return the maximum number of tokens; ``None`` if the configuration does not limit it.
 
     Raises:
         InputError: The value is not a size.
     """
-    longest: Any = first_setting(text_config(config, decoder=decoder), _POSITIONS, None)
-    return None if longest is None or longest == -1 else check_sizes("max_position_embeddings", longest)[0]
+    limit: Any = first_setting(text_config(config, decoder=decoder), _POSITIONS, None)
+    return None if limit is None or limit == -1 else check_sizes("max_position_embeddings", limit)[0]
 
 
 def part_with(config: Any, names: Collection[str], setting: str) -> Any:
@@ -341,14 +341,16 @@ def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
         InputError: A size is missing, invalid or absurdly large.
     """
     if None in sizes:
-        raise InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
+        raise InputError(
+            f"cannot generate the input {describe(name)!r}: its shape is unknown", hint=OWN_INPUTS
+        )
     for size in sizes:
         if type(size) is not int or not 0 < size < 1 << 31:
             what = f"{CONFIG_FILE}: {describe(size)} for {name} is not a size"
             raise InputError(what, hint=f"restore the file, or {OWN_INPUTS}")
     if math.prod(sizes) > _MAX_ELEMENTS:
         raise InputError(
-            f"example inputs of {' x '.join(map(str, sizes))} {name} are too large", hint=OWN_INPUTS
+            f"the input {name} of {' x '.join(map(str, sizes))} values is too large", hint=OWN_INPUTS
         )
     return sizes
 
@@ -382,7 +384,7 @@ def _features(config: Any) -> tuple[Any, ...]:
     return first_setting(config, ("num_mel_bins",), 80), 2 * positions
 
 
-_IDS = {"input_ids": False, "inputs": False, "decoder_input_ids": True}  # whether of a decoder
+_IDS = {"input_ids": False, "inputs": False, "decoder_input_ids": True}  # whether for the decoder
 _SIZES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "pixel_values": _pixels,
     "input_values": _sound,

@@ -25,14 +25,14 @@ from ampaudit.core.text import format_number
 from ampaudit.core.untrusted import describe
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, inputs_from
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, BatchFactory, ModelSource
 from ampaudit.source.unwrapping import auditable, overrides_lightning, runnable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 from ampaudit.trace.values import dtype_name
 
 _HINT = "write SIZES, NAME=SIZES or NAME=SIZES:DTYPE@RANGE, such as 8x3x32x32 or ids=2x77:int64@49408"
 _SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*", re.ASCII)
-_MOST_BYTES = 1 << 33
+_MAX_BYTES = 1 << 33
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 
@@ -54,15 +54,15 @@ def from_python(target: Path | str, factory: str | None, options: SourceConfig, 
     model = _model(module, factory, options.args, location)
     model = runnable(auditable(model), location)
     functions, info = functions_of(module), GIVEN
-    sized: Sized | None = None
+    make_batches: BatchFactory | None = None
     if options.input:
         batches, info = described_batches(options.input, options.batches or 1, options.seed)
     elif options.inputs is not None:
-        sized, functions, info = inputs_from(options, model, module)
-        batches = sized(options.input_sizes or {})
+        make_batches, functions, info = inputs_from(options, model, module)
+        batches = make_batches(options.input_sizes or {})
     elif any(callable(getattr(module, name, None)) for name in ("batches", "example_inputs")):
-        sized = partial(batches_of, module, options.batches or 1, options.seed)
-        batches = sized(options.input_sizes or {})
+        make_batches = partial(batches_of, module, options.batches or 1, options.seed)
+        batches = make_batches(options.input_sizes or {})
     else:
         batches, info = (), InputsInfo("given", "batches of train_dataloader()")
         if overrides_lightning(model, "train_dataloader"):
@@ -76,7 +76,9 @@ def from_python(target: Path | str, factory: str | None, options: SourceConfig, 
                 hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
             )
     kind = "python" if isinstance(target, Path) else "import"
-    return ModelSource(location, kind, model, batches, digest, inputs=info, sized=sized, **functions)
+    return ModelSource(
+        location, kind, model, batches, digest, inputs=info, make_batches=make_batches, **functions
+    )
 
 
 def _model(module: ModuleType, factory: str | None, arguments: str, location: str) -> nn.Module:
@@ -111,7 +113,7 @@ def _literals(text: str) -> tuple[list[Any], dict[str, Any]]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError(text)
         keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-        if len(keywords) < len(call.keywords):  # one is given twice, or as **
+        if len(keywords) < len(call.keywords):  # one is repeated, or unpacked by **
             raise ValueError(text)
         return [ast.literal_eval(argument) for argument in call.args], keywords
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -135,7 +137,10 @@ def _check_arguments(target: Callable[..., Any], args: list[Any], kwargs: dict[s
 
 
 def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool) -> type[nn.Module]:
-    """Return the only nn.Module class of the file; unless ``any_arguments``, one without required ones."""
+    """Return the only nn.Module class of the file.
+
+    Unless ``any_arguments`` may be passed, classes with required arguments do not count.
+    """
     classes = [
         value
         for value in vars(module).values()
@@ -152,7 +157,7 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
         what = f"defines several models ({names})"
     else:
         needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
-        what = f"defines no model that can be made without arguments ({needs})"
+        what = f"defines no model that can be built without arguments ({needs})"
     # the last one usually contains the others
     last = instances[-1] if instances else (free or classes or [nn.Module])[-1].__name__
     hint = f"add: def get_model(): return {last}(...)"
@@ -172,12 +177,12 @@ def _required_parameters(cls: type[nn.Module]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class InputDescription:
-    """A described input, as ``--input`` takes it."""
+    """The name, sizes, dtype and range of an input, from ``--input``."""
 
     name: str  # of the argument; empty for the next positional one
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    low: float | None = None  # for normally distributed floats and for booleans
+    low: float | None = None  # None for normally distributed floats and for booleans
     high: float | None = None  # exclusive for integers
 
     def sample(self) -> torch.Tensor:
@@ -203,7 +208,7 @@ class InputDescription:
 
 
 def described_batches(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[Batch, ...], InputsInfo]:
-    """Return random batches of the described inputs, and words for a report.
+    """Return random batches of the inputs that ``--input`` describes, and a description for a report.
 
     Raises:
         UsageError: A description cannot be read, or a name occurs twice.
@@ -238,11 +243,11 @@ def read_description(text: str) -> InputDescription:
         hint = f"one of: {', '.join(_NAMES)}"
         raise UsageError(f"--input {describe(text)}: unknown dtype {describe(dtype_name)}", hint=hint)
     dimensions = tuple(map(int, sizes.split("x")))
-    if math.prod(dimensions) * dtype.itemsize > _MOST_BYTES:
+    if math.prod(dimensions) * dtype.itemsize > _MAX_BYTES:
         raise _unreadable(text, "more than 8 GB")
     if not ranged:
         if dtype is not torch.bool and not dtype.is_floating_point:
-            hint = f"say how far: {describe(text)}@1000 for 0 to 999"
+            hint = f"add one, such as {describe(text)}@1000 for 0 to 999"
             raise UsageError(f"--input {describe(text)}: integers need a range", hint=hint)
         return InputDescription(name, dimensions, dtype)
     return InputDescription(name, dimensions, dtype, *_range(text, span, dtype))

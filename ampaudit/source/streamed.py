@@ -30,15 +30,16 @@ from ampaudit.core.errors import OutputError, UsageError, WeightsError
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
+from ampaudit.source.dequantize import note_on_dequantized, scaled
 from ampaudit.source.interface import ModelSource
-from ampaudit.source.model_config import UNREAD_HINT, Quantization, read_quantization
-from ampaudit.source.stored_weights import dequantized_note, scaled
+from ampaudit.source.model_config import QUANTIZED_HINT, Quantization, read_quantization
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import Replacement, patched
 
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
-_CODES = frozenset({"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})  # dtypes of other quantized weights
-_AGAIN = "download the directory again, with all of its files"
+# dtypes of other quantized weights
+_CODES = frozenset({"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
+_DOWNLOAD_HINT = "download the directory again, with all of its files"
 _PACKED = ("_packed", ".qweight")
 # scales of activations, which a dequantized layer does not need
 _ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub", "input_zero_point", "output_scale")
@@ -47,7 +48,7 @@ _SHOWN = 3
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Create parameters, but not buffers, on the meta device while active."""
+    """Create parameters on the meta device while active; buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -60,11 +61,11 @@ def without_weights() -> Iterator[None]:
 
 
 def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSource:
-    """Give a source that was built under ``without_weights`` its weights, which stay on disk.
+    """Map the weights of a source that was built under ``without_weights``; they stay on disk.
 
     Raises:
         UsageError: The source has no weight files.
-        WeightsError: A weight is missing, unexpected, of another shape, or joined from several tensors.
+        WeightsError: A weight is missing, unexpected, of another shape, or assembled from several tensors.
     """
     if source.kind == "huggingface":
         checkpoint = open_weights(Path(source.location), options.weights)
@@ -91,7 +92,7 @@ def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSou
     before, assigning = named_tensors(source.model), partialmethod(nn.Module.load_state_dict, assign=True)
     with patched((Replacement(nn.Module, "load_state_dict", assigning),)):
         missing, unexpected = _load_state_dict(source.model, tensors, checkpoint.path)
-    _restore(source.model, before, unequal=not renamed)
+    _restore(source.model, before, keep_ties=not renamed)
     missing = _without_value(source.model, missing)
     _reject(checkpoint.path, missing=missing, unexpected=[] if renamed else unexpected)
     return replace(source, release=mapped.drop, notes=(*source.notes, *notes_on(checkpoint)))
@@ -101,9 +102,8 @@ def with_weights_on_disk(source: ModelSource, options: SourceConfig) -> ModelSou
 def _in_dtypes_of(model: nn.Module, names: Mapping[str, str], checkpoint: Checkpoint) -> Iterator[Path]:
     """Yield a checkpoint to map, in the dtypes of the parameters: a temporary copy if they differ.
 
-    The audit needs FP32 weights unless the model has others; in a file they take no memory. A mapped file
-    needs no name, so it is removed at once and a killed process leaves nothing behind; on Windows it is
-    removed at exit.
+    The copy is on disk so that the cast weights take no memory. It is removed as soon as it is mapped, so
+    that a killed process leaves nothing behind; on Windows it is removed at exit.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {
@@ -136,11 +136,11 @@ def _in_dtypes_of(model: nn.Module, names: Mapping[str, str], checkpoint: Checkp
         ) from error
 
 
-def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -> None:
+def _restore(model: nn.Module, before: Mapping[str, Tensor], *, keep_ties: bool) -> None:
     """Restore ties and dtypes after mapped tensors were assigned, and copy buffers, which may be written.
 
-    If ``unequal``, tied tensors with different values in the file all get the last, as ``load_state_dict``
-    does; otherwise they become separate, as Transformers does.
+    Tied tensors may have different values in the file. With ``keep_ties``, all get the last, as with
+    ``load_state_dict``; otherwise they become separate, as with Transformers.
     """
     loaded: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model).items():
@@ -157,7 +157,7 @@ def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
             table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
-            if unequal or table[leaf] is old or torch.equal(table[leaf], loaded[id(old)]):
+            if keep_ties or table[leaf] is old or torch.equal(table[leaf], loaded[id(old)]):
                 table[leaf] = loaded[id(old)]
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # holds its weights twice
@@ -165,7 +165,7 @@ def _restore(model: nn.Module, before: Mapping[str, Tensor], *, unequal: bool) -
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a checkpoint by the model's ``load_state_dict``, which renames what older versions wrote.
+    """Load a checkpoint with the model's ``load_state_dict``, which may convert those of older versions.
 
     Raises:
         WeightsError: See ``open_checkpoint``; or names, shapes or dtypes do not fit the model.
@@ -190,11 +190,12 @@ def _load_state_dict(
 
 
 def _without_value(model: nn.Module, missing: Collection[str]) -> list[str]:
-    """Return which of the missing names are of a tensor that has no other name in the file."""
+    """Return the missing names whose tensor the file does not hold under another name."""
     tensors = named_tensors(model)
     loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
-    extra_state = [name for name in missing if name.endswith("_extra_state")]  # files of tensors have none
-    return [name for name in missing if name not in extra_state and id(tensors.get(name)) not in loaded]
+    # files of tensors have no extra state
+    expected = [name for name in missing if not name.endswith("_extra_state")]
+    return [name for name in expected if id(tensors.get(name)) not in loaded]
 
 
 def _other_shapes(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
@@ -207,7 +208,7 @@ def _other_shapes(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _reject(path: Path, **differences: Sequence[str]) -> None:
-    """Reject a checkpoint for tensors that do not match the model's, unless there are none."""
+    """Raise an error that lists the tensors which do not match the model, if there are any."""
     start = f"{describe_path(path)} does not match the model: "
     room = (MAX_MESSAGE - len(start)) // max(1, sum(map(bool, differences.values())))
     parts = []
@@ -221,7 +222,7 @@ def _reject(path: Path, **differences: Sequence[str]) -> None:
 
 
 def _advice(missing: Sequence[str] = (), unexpected: Sequence[str] = (), shape: Sequence[str] = ()) -> str:
-    """Advise to remove the prefix of a wrapper, such as DistributedDataParallel, if that is all."""
+    """Suggest removing the prefix of a wrapper, such as ``module.``, if that is the only difference."""
     prefixes = {name.removesuffix(missing[0]) for name in unexpected if missing and name.endswith(missing[0])}
     for prefix in prefixes:
         prefixed = all(name.startswith(prefix) for name in unexpected)
@@ -233,9 +234,9 @@ def _advice(missing: Sequence[str] = (), unexpected: Sequence[str] = (), shape: 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map the tensor names of a Hugging Face checkpoint to the model's, as Transformers does.
 
-    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), names have changed, and
-    some parameters are joined from several tensors, which then all map to one name. A tensor that the model
-    lacks keeps its own name.
+    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), and names change between versions.
+    Several tensors map to one name if the model joins them in one parameter. A tensor that the model lacks
+    keeps its name.
     """
     state, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
     try:
@@ -273,8 +274,9 @@ class _Weight:
 class _Float8Part:
     """A checkpoint part that presents its float8 weights as float32 and hides their scales.
 
-    Weights and tensors are those of the whole checkpoint, as a scale may lie in another file than its weight.
-    ``block`` is the size of the blocks with one scale each; ``None`` infers it from the shape of the scales.
+    ``weights`` and ``tensors`` are those of the whole checkpoint, since the scale of a weight may be in
+    another file. ``block`` is the size of the blocks with one scale each; ``None`` infers it from the shape
+    of the scales.
     """
 
     def __init__(
@@ -306,15 +308,15 @@ class _Float8Part:
         scale = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale  # exponents
         if not scale.float().isfinite().all():
             what = f"{describe(weight.scale)!r}, the scale of a weight, holds NaN or infinity"
-            raise weights_error(self._path, what, _AGAIN)
+            raise weights_error(self._path, what, _DOWNLOAD_HINT)
         zero = self._tensors[weight.zero] if weight.zero is not None else None
         try:
             return scaled(self._tensors[name], scale, self._block, zero)
         except ValueError as error:
-            raise weights_error(self._path, f"{describe(name)!r} has {error}", _AGAIN) from error
+            raise weights_error(self._path, f"{describe(name)!r} has {error}", _DOWNLOAD_HINT) from error
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor piece by piece; a float8 weight is dequantized at once."""
+        """Yield a tensor piece by piece; a float8 weight is dequantized as a whole."""
         if name in self.weights:
             yield from self.values(name).reshape(-1).split(PIECE)
         else:
@@ -324,7 +326,7 @@ class _Float8Part:
 def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     """Open the weights of a model directory, with float8 weights dequantized to float32.
 
-    Another checkpoint is opened unchanged instead.
+    With ``other``, that checkpoint is opened instead, as it is.
 
     Raises:
         WeightsError: See ``open_checkpoint``; or quantized weights cannot be dequantized.
@@ -337,7 +339,7 @@ def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     codes = [name for name, entry in entries.items() if entry.dtype in _FLOAT8]
     weights = {weight.codes: weight for name in codes if (weight := _weight(name, entries)) is not None}
     if quantization is not None:
-        _check_read(checkpoint, quantization, codes, weights)
+        _check_quantized(checkpoint, quantization, codes, weights)
     if not weights:
         return checkpoint
     for weight in weights.values():
@@ -346,7 +348,7 @@ def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
             beside = name.startswith(f"{weight.codes}_") and weight.codes.endswith(".weight")
             if beside and name not in expected:  # such as the order of its columns
                 what = f"it is not known how {describe(weight.codes)!r} is stored with {describe(name)!r}"
-                raise weights_error(checkpoint.path, what, UNREAD_HINT)
+                raise weights_error(checkpoint.path, what, QUANTIZED_HINT)
     tensors = map_checkpoint(checkpoint.path).tensors
     block = quantization.block if quantization is not None else None
     parts = [_Float8Part(part, weights, tensors, block, checkpoint.path) for part in checkpoint.parts]
@@ -365,7 +367,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def notes_on(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a note with the number of dequantized layers; empty if there are none."""
     layers = {name.rpartition(".")[0] for part in _float8_parts(checkpoint) for name in part.weights}
-    return (dequantized_note("fp8", len(layers)),) if layers else ()
+    return (note_on_dequantized("fp8", len(layers)),) if layers else ()
 
 
 def _float8_parts(checkpoint: Checkpoint) -> list[_Float8Part]:
@@ -373,7 +375,7 @@ def _float8_parts(checkpoint: Checkpoint) -> list[_Float8Part]:
 
 
 def _weight(name: str, names: Collection[str]) -> _Weight | None:
-    """Find the scale of a float8 tensor under the names used by known packages; ``None`` if it has none."""
+    """Find the scale of a float8 tensor by the naming of known packages; ``None`` if it has none."""
     layer = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
     scales = (f"{name}_scale_inv", f"{name}_scale", f"{layer}scale", f"{layer}qscale_weight")
     scale = next((scale for scale in scales if scale in names), None)
@@ -384,7 +386,7 @@ def _weight(name: str, names: Collection[str]) -> _Weight | None:
     return _Weight(name, scale, zero, others)
 
 
-def _check_read(
+def _check_quantized(
     checkpoint: Checkpoint, quantization: Quantization, codes: list[str], weights: Mapping[str, _Weight]
 ) -> None:
     """Reject quantized weights in other formats than float8, and float8 weights without a scale."""
@@ -392,12 +394,12 @@ def _check_read(
     for name, entry in checkpoint.entries.items():
         if name not in beside and (entry.dtype in _CODES or name.endswith(_PACKED)):
             what = f"{describe(name)!r} is stored in {entry.dtype}; only weights in float8 are dequantized"
-            raise weights_error(checkpoint.path, what, UNREAD_HINT)
+            raise weights_error(checkpoint.path, what, QUANTIZED_HINT)
     zeros = {weight.zero for weight in weights.values()}
     bare = next((name for name in codes if name not in weights and name not in zeros), None)
     if bare is not None:
         what = f"{describe(bare)!r} is in float8, and its scale ({describe(bare)}_scale_inv) is missing"
-        raise weights_error(checkpoint.path, what, _AGAIN)
+        raise weights_error(checkpoint.path, what, _DOWNLOAD_HINT)
     if not codes:
         what = f"{CONFIG_FILE} asks for {describe(quantization.quant_method)!r}, and no tensor is in float8"
         hint = f"remove quantization_config from {CONFIG_FILE} if the weights are not quantized"

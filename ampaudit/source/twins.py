@@ -18,7 +18,7 @@ _LOADED: set[str] = set()  # entry points loaded in this process
 
 @contextmanager
 def using_twins(path: Path | None = None) -> Iterator[None]:
-    """Audit custom ops through their twins while active, with those of installed packages and a file.
+    """Use the twins of custom ops while active: those of installed packages, and those of a file.
 
     Raises:
         SourceError: A package or the file cannot be loaded, or the file registers no twin.

@@ -1,4 +1,4 @@
-"""Turns a user's model into a Python module that can be called: without wrappers, with a forward."""
+"""Removes wrappers from a user's model, and gives a Lightning module a forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FSDP = {  # by the names of classes, since torch.distributed.fsdp takes a secon
 
 
 def auditable(model: nn.Module) -> nn.Module:
-    """Check and unwrap a user's model; the entry point for models of every command.
+    """Check and unwrap a user's model; every command passes models through here.
 
     Raises:
         SourceError: The model is sharded over processes, by FSDP or tensor parallelism (DTensor).
@@ -35,7 +35,7 @@ def auditable(model: nn.Module) -> nn.Module:
             raise _sharded_error(what, kind)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
-            raise _sharded_error(describe(name), "DTensor, as parallelize_module makes it")
+            raise _sharded_error(describe(name), "a DTensor, as of parallelize_module")
     return unwrapped(model)
 
 
@@ -109,7 +109,7 @@ def fsdp_kind(module: nn.Module) -> str | None:
 def _sharded_error(what: str, how: str) -> SourceError:
     return SourceError(
         f"{what} is sharded over processes already ({how})",
-        hint="give the plain module, as it is before fully_shard, FSDP or parallelize_module",
+        hint="pass the module before it goes through fully_shard, FSDP or parallelize_module",
     )
 
 
@@ -125,7 +125,7 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
     if isinstance(model, torch.jit.ScriptModule):
         raise SourceError(
             f"{what} is a TorchScript program, whose ops have no Python code to audit",
-            hint="give the Python model that it was made from, or export that with torch.export.save",
+            hint="pass the Python model behind it, or export that with torch.export.save",
         )
     if overrides_lightning(model, "forward") or not overrides_lightning(model, "training_step"):
         return model
@@ -137,7 +137,7 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
 
 
 def overrides_lightning(model: nn.Module, name: str) -> bool:
-    """Return whether a module overrides a method of LightningModule, which is not imported for it."""
+    """Return whether a module overrides a method of LightningModule; Lightning is not imported."""
     base = next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
     return base is not None and getattr(type(model), name) is not getattr(base, name)
 

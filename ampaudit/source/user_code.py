@@ -18,22 +18,22 @@ from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
 
-_CHANGED: dict[str, str] = {}  # directory to which the user's code changed, by where it was called
+_USER_DIRECTORIES: dict[str, str] = {}  # working directory of the user's code, by ours when it was called
 
-GIVEN_FILE: Final = "_ampaudit_user_"  # prefix of modules that an option loads by path
+USER_MODULE_PREFIX: Final = "_ampaudit_user_"  # of the names of modules that an option loads by path
 
 
 def module_from_file(path: Path, factory: str = "get_model") -> ModuleType:
     """Import a Python file, with its directory first on the import path while it loads.
 
-    ``factory`` is the name in it that a hint tells to scan.
+    ``factory`` is a name in it, which the hint of an error suggests scanning.
 
     Raises:
         SourceError: The file does not exist, is not Python, or raises.
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the model file")
-    name = f"{GIVEN_FILE}{path.stem}"
+    name = f"{USER_MODULE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(
@@ -41,7 +41,7 @@ def module_from_file(path: Path, factory: str = "get_model") -> ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    _CHANGED.clear()
+    _USER_DIRECTORIES.clear()
     with _first_on_path(str(path.resolve().parent)), calling_user_code(f"{path}"):
         try:
             spec.loader.exec_module(module)
@@ -71,7 +71,7 @@ def import_module_named(name: str) -> ModuleType:
         SourceError: The module cannot be found, or raises.
     """
     if name not in sys.modules:
-        _CHANGED.clear()
+        _USER_DIRECTORIES.clear()
     with _first_on_path(_working_directory()), calling_user_code(f"import {name}"):
         if not _exists(name):
             raise SourceError(
@@ -82,10 +82,10 @@ def import_module_named(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _first_on_path(directory: str) -> Iterator[None]:
-    """Put a directory first on the import path while active, and last from then on.
+    """Put a directory first on the import path while active, and last afterwards.
 
-    The user's functions can thus import their neighbors later, while no file there shadows a module that
-    torch imports later.
+    Afterwards, the user's functions can still import files of the directory, and no file there shadows a
+    module that torch imports.
     """
     sys.path.insert(0, directory)
     try:
@@ -111,7 +111,8 @@ def _exists(name: str) -> bool:
 def calling_user_code(what: str) -> Iterator[None]:
     """Redirect the user's prints to stderr, and report exceptions by the line that failed.
 
-    The user's code has a working directory of its own: relative paths of the command line keep their meaning.
+    If the user's code changes the working directory, this holds for later calls of user code only, so that
+    relative paths of the command line keep their meaning.
     """
     try:
         with _own_directory(), contextlib.redirect_stdout(sys.stderr), locating_failures(what):
@@ -124,13 +125,13 @@ def calling_user_code(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_directory() -> Iterator[None]:
-    """Let the user's code go on in the directory to which it changed before, and come back at the end."""
+    """Enter the directory to which the user's code changed before, and leave it at the end."""
     here = _working_directory()
-    _change_to(_CHANGED.get(here, here))
+    _change_to(_USER_DIRECTORIES.get(here, here))
     try:
         yield
     finally:
-        _CHANGED[here] = _working_directory()
+        _USER_DIRECTORIES[here] = _working_directory()
         _change_to(here)
 
 

@@ -39,7 +39,7 @@ from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.run.share import ALONE
 from ampaudit.source import ModelSource
-from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.dequantize import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.entry import tensor_leaves

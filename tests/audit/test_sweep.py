@@ -20,7 +20,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import FORMAT_REGISTRY, formats_of
 from ampaudit.report.model import Report
-from ampaudit.source.made_inputs import resize_batches
+from ampaudit.source.generated_inputs import resize_batches
 
 Write = Callable[[str], Path]
 # 3 per token, so that the sum is 65,520 with 21,840 tokens

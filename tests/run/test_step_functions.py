@@ -404,7 +404,7 @@ def test_a_function_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_no_step_is_known_for_any_model() -> None:
-    with pytest.raises(UsageError, match="no output of the model is like one of its inputs"):
+    with pytest.raises(UsageError, match="no output of the model has the structure and shapes of an input"):
         ampaudit.scan(nn.Linear(4, 3), torch.ones(2, 4), steps=3)
 
 

@@ -60,7 +60,7 @@ def test_a_class_with_arguments_and_sizes(tmp_path: Path) -> None:
         (("net.py:model", "--inputs", "data.npz"), "data.npz: not a file of inputs", "for ONNX, a .npz"),
         (("net.py:Words", "--args", "open('x','w')"), "cannot be read", "quoted strings"),
         (("net.py:model", "--args", "5,8"), "model is a model already, and takes no --args", ""),
-        (("net.py",), "defines no model that can be made without arguments", "by its name: net.py:model"),
+        (("net.py",), "defines no model that can be built without arguments", "by its name: net.py:model"),
         (("net.py:Words", "--args", "5,8"), "has no example_inputs()", "--input 8x3x32x32"),
         (
             ("net.py:Words", "--args", "5,8", "--input", "2x7:int64"),

@@ -10,14 +10,14 @@ import torch
 
 from ampaudit import scan
 from ampaudit.core.errors import UsageError
-from ampaudit.source.made_inputs import (
+from ampaudit.source.generated_inputs import (
+    GeneratedInputs,
     InputRequest,
-    MadeInputs,
     MetaRun,
     ValuesNeeded,
     check_ids,
     find_fusions,
-    make_inputs,
+    generate_inputs,
     resize_batches,
 )
 from ampaudit.trace.fake_model import without_data
@@ -29,8 +29,8 @@ WEIGHT_IS_READ = ("model.audio_tower.embed_positions", "model.vision_tower.embed
 META = torch.device("meta")
 
 
-def made(model: Any, folder: Path, batches: int | None = None) -> MadeInputs:
-    found = make_inputs(model, InputRequest(files={}, batches=batches, seed=0), folder)
+def made(model: Any, folder: Path, batches: int | None = None) -> GeneratedInputs:
+    found = generate_inputs(model, InputRequest(files={}, batches=batches, seed=0), folder)
     check_ids(model, found["batches"])
     return found
 
@@ -84,7 +84,7 @@ def test_what_a_model_does_not_take_leaves_the_same_text(
     found = made(model, tmp_path, batches=2)
     assert [sorted(batch) for batch in found["batches"]] == [["attention_mask", "input_ids"]] * 2
     assert found["batches"][0]["input_ids"].shape == (2, 12)
-    monkeypatch.setattr("ampaudit.source.made_inputs.find_fusions", lambda model, batch: [])
+    monkeypatch.setattr("ampaudit.source.generated_inputs.find_fusions", lambda model, batch: [])
     alone = made(model, tmp_path, batches=2)
     for batch, other in zip(found["batches"], alone["batches"], strict=True):
         assert all(torch.equal(batch[key], other[key]) for key in batch)

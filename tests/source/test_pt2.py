@@ -266,7 +266,7 @@ FAULTS: dict[str, tuple[Edit, str]] = {
     "fewer specs than inputs": (lambda t: signature(t)["input_specs"].pop(), "does not fit"),
     "another nesting": (
         lambda t: call(t).update(in_spec='[1, {"type": null, "context": null, "children_spec": []}]'),
-        "nesting",
+        "structure",
     ),
     "a class among the inputs": (
         lambda t: call(t).update(in_spec=call(t)["in_spec"].replace("builtins.list", "os.path")),

@@ -21,7 +21,7 @@ import ampaudit
 from ampaudit.cli.program import main
 from ampaudit.core.errors import InputError, SourceError
 
-NEXT = "give the plain module, as it is before fully_shard, FSDP or parallelize_module"
+NEXT = "pass the module before it goes through fully_shard, FSDP or parallelize_module"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def fsdp1(mesh: DeviceMesh) -> nn.Module:
 KINDS: dict[Callable[[DeviceMesh], nn.Module], str] = {
     fsdp2: "the model (FSDPSequential) is sharded over processes already (fully_shard)",
     fsdp2_layer: "layer 2 is sharded over processes already (fully_shard)",
-    tensor_parallel: "2.weight is sharded over processes already (DTensor, as parallelize_module makes it)",
+    tensor_parallel: "2.weight is sharded over processes already (a DTensor, as of parallelize_module)",
     fsdp1: (
         "the model (FullyShardedDataParallel) is sharded over processes already (FullyShardedDataParallel)"
     ),

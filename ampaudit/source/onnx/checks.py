@@ -47,11 +47,9 @@ def check_model(proto: onnx.ModelProto) -> None:
         for value in values:
             _check_type(value, f"its {role} {describe(value.name)}")
     if proto.ir_version > onnx.IR_VERSION:
-        raise BadGraph(
-            f"has version {proto.ir_version} of the format; onnx reads up to {onnx.IR_VERSION}", _UPGRADE
-        )
+        raise BadGraph(f"has IR version {proto.ir_version}; onnx reads up to {onnx.IR_VERSION}", _UPGRADE)
     if not proto.opset_import:
-        raise BadGraph("names no operator set")
+        raise BadGraph("imports no operator set")
     functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
     if len(functions) < len(proto.functions):
         raise BadGraph("defines a function twice")
@@ -62,7 +60,7 @@ def check_model(proto: onnx.ModelProto) -> None:
 
 
 def name_standard_domain(proto: onnx.ModelProto) -> None:
-    """Give the standard domain its empty name in operator sets and functions, as onnx_ir does in nodes."""
+    """Write the domain ``ai.onnx`` as ``""`` in operator sets and functions; onnx_ir does so in nodes."""
     for part in (proto, *proto.functions):
         for item in part.opset_import:
             item.domain = _plain_domain(item.domain)
@@ -83,10 +81,10 @@ def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
         kind = kind.sequence_type.elem_type
     if kind.HasField("map_type"):
         hint = "export it without ZipMap: to_onnx(..., options={'zipmap': False})"
-        raise BadGraph(f"{title} is a map, which torch has no type for", hint)
+        raise BadGraph(f"{title} is a map, and torch has no type for maps", hint)
     if kind.tensor_type.elem_type == onnx.TensorProto.STRING:
         hint = "encode text before the model, and name its labels after it"
-        raise BadGraph(f"{title} is text, which torch has no type for", hint)
+        raise BadGraph(f"{title} is text, and torch has no type for text", hint)
 
 
 def _versions(proto: Any) -> dict[str, int]:
@@ -109,7 +107,7 @@ def _check_graph(graph: onnx.GraphProto, versions: Mapping[str, int], outer: fro
     for kind, names in (("input", inputs), ("initializer", stored), ("output", outputs)):
         if len(set(names)) < len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise BadGraph(f"the {kind} {describe(twice)!r} is there twice")
+            raise BadGraph(f"the {kind} {describe(twice)!r} is defined twice")
     for tensor in graph.initializer:
         _check_location(tensor)
     _check_nodes(graph.node, versions, outer, {*inputs, *stored}, outputs)
@@ -130,12 +128,13 @@ def _check_nodes(
     for node in nodes:
         for name in filter(None, node.output):
             if name in local:
-                raise BadGraph(f"{_title(node)} computes {describe(name)!r}, which is there already")
+                raise BadGraph(f"{_title(node)} computes {describe(name)!r} a second time")
             local.add(name)
     visible = outer | local
     for name in (*local, *(node.name for node in nodes)):
         if len(name) > _MAX_NAME:
-            raise BadGraph(f"the name {describe(name)} has {len(name):,} characters; {_MAX_NAME:,} may be")
+            what = f"the name {describe(name)} has {len(name):,} characters"
+            raise BadGraph(f"{what}; at most {_MAX_NAME:,} are allowed")
     for node in nodes:
         for name in node.input:
             if name and name not in visible:
@@ -197,7 +196,7 @@ def schema_of(domain: str, op_type: str, version: int) -> Any:
 
 def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) -> None:
     """Check that functions do not recurse, and do not run too many nodes."""
-    measured: dict[_Function, tuple[int, int]] = {}  # nodes, and calls within each other
+    measured: dict[_Function, tuple[int, int]] = {}  # nodes run by a call, and depth of the calls in it
 
     def measure(nodes: Any, path: tuple[_Function, ...]) -> tuple[int, int]:
         count, depth = 0, 0
@@ -205,7 +204,7 @@ def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) 
             count += 1
             callee = (_plain_domain(node.domain), node.op_type, node.overload)
             if callee in path:
-                raise BadGraph(f"{_title(node)} calls the function that it is in")
+                raise BadGraph(f"{_title(node)} calls the function that contains it")
             if callee in functions and callee not in measured:
                 if len(path) >= _MAX_CALLS:
                     raise BadGraph(f"{_title(node)}: functions call each other more than {_MAX_CALLS} deep")

@@ -1,8 +1,8 @@
 """Reads an ONNX file as data: its graph, and its tensors mapped into memory.
 
-A protocol buffer is processed as a whole, which takes twice its size in memory. So the bytes of large
-initializers are replaced by references to their position in the file, in the form that ONNX has for
-external data. Field numbers are those of onnx.proto3.
+Parsing a protocol buffer takes twice its size in memory. So before parsing, the bytes of large initializers
+are replaced by external data: a reference to their position in the file. Field numbers are those of
+onnx.proto3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OWN_FILE = "\x00"  # not a path: the location of a tensor in the model's own file
 LARGE = 4096  # bytes; larger tensors stay in the file
 _MAX_PARSED = 1 << 30  # bytes without large values
-_PARSED_UNCOUNTED = 1 << 23  # bytes that cannot become too many objects
+_PARSED_UNCOUNTED = 1 << 23  # bytes; smaller models cannot become too many objects
 _MAX_FIELDS = 3_000_000
 _STORE = "export it with its weights as initializers, or a part of the model"
 _NODE = 1
@@ -65,18 +65,18 @@ class OnnxFile:
     path: Path
     model: ir.Model  # whose tensors must be read through ``tensor``
     _mappings: dict[Path, mmap.mmap] = dataclasses.field(default_factory=dict)
-    _read: dict[tuple[Path, int, int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    _cache: dict[tuple[Path, int, int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def reopened(self) -> OnnxFile:
         """Read the model again, sharing the tensors in memory."""
         again = read_onnx(self.path)
-        again._mappings, again._read = self._mappings, self._read
+        again._mappings, again._cache = self._mappings, self._cache
         return again
 
     def tensor(self, value: ir.TensorProtocol, place: str = "") -> torch.Tensor:
         """Return the values of a tensor, memory-mapped if they are aligned in the file.
 
-        Four-bit numbers become int8. Errors name a tensor without a name by its ``place``.
+        Four-bit integers become int8. In errors, ``place`` stands for the name of an unnamed tensor.
 
         Raises:
             SourceError: The data is missing, of the wrong size, or of a type that torch lacks.
@@ -85,16 +85,16 @@ class OnnxFile:
 
         name = describe(getattr(value, "name", "") or place)
         if not isinstance(getattr(value, "dtype", None), ir.DataType):
-            raise self._fault(f"the constant {name!r} is not a tensor")
+            raise self._error(f"the constant {name!r} is not a tensor")
         half = value.dtype.name in _HALF_BYTES
         dtype = torch.uint8 if half else torch_dtype_of(value.dtype)
         if dtype is None:
-            raise self._fault(f"the tensor {name!r} has the type {value.dtype.name}", _NO_TYPE)
+            raise self._error(f"the tensor {name!r} has the type {value.dtype.name}", _NO_TYPE)
         shape = tuple(int(size) for size in value.shape.numpy())
         elements = math.prod(shape)
         too_large = len(shape) > _MAX_RANK or math.prod(max(size, 1) for size in shape) >> 60
         if too_large or min(shape, default=0) < 0:
-            raise self._fault(f"the tensor {name!r} has the shape {describe(list(shape))}")
+            raise self._error(f"the tensor {name!r} has the shape {describe(list(shape))}")
         size = -(-elements // 2) if half else elements * dtype.itemsize
         if isinstance(value, ir.ExternalTensor):
             flat = self._mapped(value, size, dtype.itemsize)
@@ -102,9 +102,9 @@ class OnnxFile:
             try:
                 data = value.tobytes()
             except (ValueError, TypeError, OverflowError) as error:
-                raise self._fault(f"the tensor {name!r}: {describe(error)}") from error
+                raise self._error(f"the tensor {name!r}: {describe(error)}") from error
             if len(data) != size:
-                raise self._fault(f"the tensor {name!r} of {size:,} bytes has {len(data):,}")
+                raise self._error(f"the tensor {name!r} of {size:,} bytes has {len(data):,}")
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
         if not elements:
             return torch.empty(shape, dtype=torch.int8 if half else dtype)
@@ -117,28 +117,28 @@ class OnnxFile:
 
     def _mapped(self, value: ir.ExternalTensor, size: int, alignment: int) -> torch.Tensor:
         location, name = str(value.location), str(value.name)
-        path = self.path if location == OWN_FILE else self._inside(location, name)
+        path = self.path if location == OWN_FILE else self._data_path(location, name)
         if path not in self._mappings:
             self._mappings[path] = map_privately(path, SourceError)
         mapping, start = self._mappings[path], value.offset or 0
         length = size if value.length is None else value.length
         if start < 0 or length != size or start + size > len(mapping):
-            raise self._fault(
+            raise self._error(
                 f"the tensor {describe(name)!r} of {size:,} bytes lies outside its data "
                 f"({length:,} bytes from {start:,} of {len(mapping):,})"
             )
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         key = (path, start, size, alignment)
-        if key not in self._read:
+        if key not in self._cache:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
             if start % alignment:
                 flat = flat.clone()  # kernels may require alignment
                 if hasattr(mmap, "MADV_DONTNEED"):  # release the pages
                     begin = start // mmap.PAGESIZE * mmap.PAGESIZE
                     mapping.madvise(mmap.MADV_DONTNEED, begin, start + size - begin)
-            self._read[key] = flat
-        return self._read[key]
+            self._cache[key] = flat
+        return self._cache[key]
 
     def constant(self, node: ir.Node) -> torch.Tensor:
         """Return the value of a Constant node.
@@ -153,14 +153,14 @@ class OnnxFile:
                 return torch.tensor(attribute.value, dtype=torch.float32)
             if name in ("value_int", "value_ints"):
                 return torch.tensor(attribute.value, dtype=torch.int64)
-        raise self._fault(f"the constant {describe(node.name or node.outputs[0].name)!r} is not a number")
+        raise self._error(f"the constant {describe(node.name or node.outputs[0].name)!r} is not a number")
 
     def nodes(self) -> Iterator[ir.Node]:
         """Yield the nodes of all graphs."""
         for graph in graphs_of(self.model):
             yield from graph
 
-    def _inside(self, location: str, name: str) -> Path:
+    def _data_path(self, location: str, name: str) -> Path:
         """Return the path of external data, which must lie in the model's directory."""
         folder = self.path.parent.resolve()
         what = f"the data of {describe(name)!r}"
@@ -168,17 +168,17 @@ class OnnxFile:
             path = (folder / location).resolve()
             exists = path.is_file()
         except (OSError, ValueError, RuntimeError):
-            raise self._fault(f"{what} is in {describe(location)}, which is not a path") from None
+            raise self._error(f"{what} is in {describe(location)}, which is not a path") from None
         if path == folder or not path.is_relative_to(folder):
-            raise self._fault(
+            raise self._error(
                 f"{what} is outside its directory: {describe(location) or 'no file is named'}",
-                "copy the data beside the model (no link), and name it by a relative location",
+                "copy the data into the model's directory (no link), and name it by a relative location",
             )
         if not exists:
-            raise self._fault(f"{what} is missing: {describe(location)}", "copy that file beside the model")
+            raise self._error(f"{what} is missing: {describe(location)}", "copy that file beside the model")
         return path
 
-    def _fault(self, what: str, hint: str = _SAVE_AGAIN) -> SourceError:
+    def _error(self, what: str, hint: str = _SAVE_AGAIN) -> SourceError:
         return SourceError(describe(f"{self.path}: {what}", MAX_MESSAGE), hint=hint)
 
 
@@ -237,11 +237,11 @@ def _sort(graph: ir.Graph | ir.Function) -> None:
         except CycleError as error:
             node = error.args[1][0]
             name = node_title(node.name or node.outputs[0].name or "", node.op_type)
-        raise BadGraph(f"{name} needs its own result") from None
+        raise BadGraph(f"{name} depends on its own result") from None
 
 
 def unpacked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the numbers in bytes along the last axis, low bits first."""
+    """Unpack integers of a few bits from bytes along the last axis, low bits first."""
     parts = [tensor >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(-2)
 
@@ -257,7 +257,7 @@ class _Field(NamedTuple):
 
 
 def without_large_values(data: mmap.mmap) -> bytes:
-    """Return the bytes of a ModelProto with large initializers turned into external data.
+    """Return the bytes of a ModelProto in which external data stands for large initializers.
 
     Raises:
         BadGraph: The model has too many nodes, or is too large without these values.
@@ -277,8 +277,8 @@ def without_large_values(data: mmap.mmap) -> bytes:
 def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Callable[[], Buffer]]) -> None:
     """Write a ModelProto, replacing references to its own file by values.
 
-    A reference has the index of its value as offset, and its size as length. The functions that return the
-    bytes of each value are called in order of the file.
+    The offset of a reference is an index into ``values``, whose functions return the bytes; its length is
+    their number. The functions are called in the order of the file.
     """
     data = memoryview(stripped)
     for field in _fields(data, 0, len(data)):
@@ -316,11 +316,12 @@ def _without_reference(data: memoryview, field: _Field) -> tuple[bytes | memoryv
 
 def _graph(data: mmap.mmap, graph: _Field) -> bytes:
     content = bytearray()
-    nodes = listed = 0
+    nodes = fields = 0
     for field in _fields(data, graph.start, graph.end):
-        nodes, listed = nodes + (field.number == _NODE), listed + 1
-        if nodes > MAX_NODES or listed > _MAX_FIELDS:
-            raise BadGraph(f"has more than {MAX_NODES:,} nodes", "export a part of the model")
+        nodes, fields = nodes + (field.number == _NODE), fields + 1
+        if nodes > MAX_NODES or fields > _MAX_FIELDS:
+            what = f"has more than {MAX_NODES:,} nodes, or {_MAX_FIELDS:,} nodes and values"
+            raise BadGraph(what, "export a part of the model")
         if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > LARGE:
             content += _message(_INITIALIZER, _tensor(data, field))
         else:
@@ -331,12 +332,15 @@ def _graph(data: mmap.mmap, graph: _Field) -> bytes:
 def _within_limit(data: mmap.mmap, field: _Field, output: bytearray) -> bytes:
     """Return the bytes of a field, unless the output would exceed its limit."""
     if len(output) + field.end - field.begin > _MAX_PARSED:
-        raise BadGraph(f"has more than {_MAX_PARSED:,} bytes beside its initializers", _STORE)
+        raise BadGraph(f"has more than {_MAX_PARSED:,} bytes besides its initializers", _STORE)
     return data[field.begin : field.end]
 
 
 def _count(data: bytearray, start: int, end: int, message: _Message, count: int) -> int:
-    """Count the fields of nested messages; a few bytes of each take hundreds in memory."""
+    """Add the number of fields in nested messages to a count, and limit it.
+
+    A field of a few bytes takes hundreds in memory.
+    """
     for field in _fields(data, start, end):
         count += 1
         if count > _MAX_FIELDS:
@@ -357,7 +361,7 @@ def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:
         for key, value in (("location", OWN_FILE), ("offset", str(field.start)), ("length", str(length))):
             reference += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
         reference += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
-    return bytes(content + reference)  # of a field that is there twice, the last counts
+    return bytes(content + reference)  # the last occurrence of a field counts
 
 
 def _fields(data: mmap.mmap | bytearray | memoryview, start: int, end: int) -> Iterator[_Field]:

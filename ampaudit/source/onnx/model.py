@@ -34,8 +34,8 @@ from ampaudit.source.onnx.values import (
     misfit_error,
     onnx_type_of,
     operand_tensors,
+    resolve_references,
     standard_body,
-    with_values,
 )
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 _SESSIONS = 64
 _NEWEST_IR = 10
-# tells the tracer to run the op on the values of this trace
+# the tracer recognizes the first words, and runs the op on the values of this trace
 _BY_VALUES = "no fake impl registered: the sizes of its outputs depend on values"
-_DEEPEST = 50  # nested functions
+_MAX_FUNCTION_DEPTH = 50  # nested functions
 _MAX_BODY_NODES = 20_000  # nodes run in bodies of loops and branches; a trace contains all of them
 _MAX_KNOWN = 1 << 20  # elements of values computed outside the trace
-_FOLDED = 64  # elements of a floating-point value computed from shapes
+_MAX_FOLDED_FLOATS = 64  # elements of a floating-point value computed from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
@@ -78,7 +78,7 @@ class OnnxModel(nn.Module):
     def __init__(self, file: OnnxFile) -> None:
         super().__init__()
         program = _Program(file)
-        # names of the graph are names of parameters, so this is the only other attribute
+        # the only attribute besides tensors, whose names come from the graph
         self._program = program
         for name, tensor in program.tensors():
             owner, path, leaf = parameter_place(self, name)
@@ -239,7 +239,10 @@ class _Run:
             raise
 
     def _compute(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:
-        """Compute a node by the model's function, ours, the standard's, or ONNX Runtime, in this order."""
+        """Compute a node by a function of the model, of this package, or of the standard: the first there is.
+
+        If there is none, ONNX Runtime computes it.
+        """
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
@@ -262,7 +265,7 @@ class _Run:
 
     def _run_function(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
         """Run the body of a function in place of a node."""
-        if frame.depth > _DEEPEST:
+        if frame.depth > _MAX_FUNCTION_DEPTH:
             raise Unsupported("functions call each other in a circle, or too deeply")
         attributes = {name: a for name, a in function.attributes.items() if a.value is not None}
         for name, attribute in call.node.attributes.items():
@@ -279,11 +282,11 @@ class _Run:
         if name in self._program.stored and not has_references(call.node):
             return self._known_tensor(name)
         with without_modes():
-            real = self._program.file.constant(with_values(call))
+            real = self._program.file.constant(resolve_references(call))
         return Known(real, partial(as_constant, real), constant=True)
 
     def _fold(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
-        """Compute a node with known inputs outside the trace; ``None`` if it must be traced."""
+        """Fold a node with known inputs to constants outside the trace; ``None`` if it must be traced."""
         inputs, node = call.inputs, call.node
         shapes_only = node.op_type in ("Shape", "Size") and not node.domain
         plain = all(value is None or isinstance(value, Known) for value in inputs)
@@ -302,7 +305,7 @@ class _Run:
             return None
         if all(not t.is_floating_point() for t in results):
             return [Known(t, partial(as_constant, t)) for t in results]
-        if any(t.numel() > _FOLDED for t in results):
+        if any(t.numel() > _MAX_FOLDED_FLOATS for t in results):
             return None
 
         @cache
@@ -323,14 +326,14 @@ class _Run:
 def opaque_results(call: NodeCall, why: str) -> list[Operand]:
     """Compute a node with ONNX Runtime, through a torch op named after its operator.
 
-    ``why`` tells why no function here computes it.
+    ``why`` is the reason why no function of this package computes it, for an error.
 
     Raises:
         Unsupported: ONNX Runtime is not installed, or does not run the node either.
     """
     node = call.node
     if any(isinstance(value, list) for value in call.inputs):
-        raise Unsupported(f"{why}, and ONNX Runtime runs no sequences here")
+        raise Unsupported(f"{why}, and sequences are not passed to ONNX Runtime")
     tensors = [call.tensor(value) for value in call.inputs if value is not None]
     low = next((tensor.dtype for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES), None)
     tensors = [tensor.float() if tensor.dtype == low else tensor for tensor in tensors]
@@ -351,11 +354,11 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
 
 
 def _model_of(call: NodeCall) -> bytes:
-    """Serialize a model with the node as its only one."""
+    """Serialize a model that consists of this node."""
     import onnx
     import onnx_ir as ir
 
-    node = ir.serde.serialize_node(with_values(call))
+    node = ir.serde.serialize_node(resolve_references(call))
     inputs = []
     for name, value in zip(node.input, call.inputs, strict=True):
         if name:

@@ -42,7 +42,7 @@ class NodeNames:
                 self._names[node] = name if times[name] == 1 else f"{name}~{times[name]}"
 
     def of(self, node: ir.Node) -> str:
-        """Return the unique name of a node, by default that of its first output."""
+        """Return the unique name of a node; an unnamed node is named after its first output."""
         return self._names.get(node) or _plain_name(node)
 
     def stored(self, graph: Any, name: str) -> str:
@@ -77,7 +77,7 @@ class NodeNames:
                 for value in node.inputs:
                     if value is not None and value.name:
                         last[value.name] = node
-                for name in _captured(node):
+                for name in _read_in_bodies(node):
                     last[name] = node
             outputs = {value.name for value in graph.outputs}
             computed = {output.name for node in graph for output in node.outputs}
@@ -90,7 +90,7 @@ class NodeNames:
 
 
 def graphs_of(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
-    """Yield the graph, the model's functions, and after each of them the bodies inside it."""
+    """Yield the model's graph and its functions, each followed by the graphs nested in it."""
     outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for outer in outers:
         yield outer
@@ -118,9 +118,9 @@ def _module_scope(node: ir.Node) -> str:
 
 
 def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module, its path, and the attribute to store a tensor under; dots separate modules.
+    """Return the module, its path, and the attribute under which to store a tensor; dots separate modules.
 
-    No tensor hides an attribute of a module or another tensor.
+    Names are changed where a tensor would hide another one or an attribute of a module.
     """
     parts = name.split(".")
     if len(parts) > _MAX_DEPTH or not all(parts) or len(name) > _MAX_NAME:
@@ -146,7 +146,7 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 
 
 def shorten_name(name: str) -> str:
-    """Return a printable name; long ones are shortened in the middle and stay distinct."""
+    """Return a printable name; a long one is shortened in the middle, with a hash that keeps it distinct."""
     if len(name) <= _MAX_NAME:
         return escape_control(name)
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -166,12 +166,12 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
     return bodies
 
 
-def _captured(node: ir.Node) -> set[str]:
-    """Return the names that the bodies of a node read, including those of the enclosing graph."""
+def _read_in_bodies(node: ir.Node) -> set[str]:
+    """Return the names of all values that the bodies of a node read, their own and captured ones."""
     names: set[str] = set()
     for graph in bodies_of(node):
         for inner in graph:
             names |= {str(value.name) for value in inner.inputs if value is not None}
-            names |= _captured(inner)
+            names |= _read_in_bodies(inner)
         names |= {str(value.name) for value in graph.outputs}
     return names

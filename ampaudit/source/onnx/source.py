@@ -20,7 +20,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, open_regular
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from, unknown_axis
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, BatchFactory, ModelSource
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.values import dtype_name
@@ -32,13 +32,15 @@ ARRAY_FILES = (".safetensors", ".npz")
 _MAX_ELEMENTS = 1 << 25
 _MAX_BYTES = 1 << 33  # of the arrays in an .npz file, which may be compressed
 _BATCH, _LENGTH, _PIXELS = 1, 16, 224  # sizes for open axes of the graph
-_OWN = "pass --inputs FILE.py with example_inputs(), or arrays by name in FILE.safetensors or FILE.npz"
+_INPUTS_HINT = (
+    "pass --inputs FILE.py with example_inputs(), or arrays by name in FILE.safetensors or FILE.npz"
+)
 # operators that pass indices through
-_PASS = frozenset("Cast Identity Reshape Unsqueeze Squeeze Flatten Transpose Slice Expand".split())
+_PASS_THROUGH = frozenset("Cast Identity Reshape Unsqueeze Squeeze Flatten Transpose Slice Expand".split())
 _LENGTHS = ("seq", "len", "token", "time", "past", "position")
-_REFUSED = {
-    "weights": "has its own weights",
-    "stream": "is mapped: its weights stay on disk until an op needs them",
+_UNSUPPORTED_OPTIONS = {
+    "weights": "contains its weights",
+    "stream": "is memory-mapped already: its weights stay on disk until an op needs them",
 }
 
 
@@ -49,21 +51,21 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
         SourceError: See ``read_onnx``.
         InputError: The inputs do not match the graph.
     """
-    for name, why in _REFUSED.items():
+    for name, why in _UNSUPPORTED_OPTIONS.items():
         if getattr(options, name):
             raise UsageError(f"--{name}: {describe_path(path)} {why}", hint="leave the option out")
     model = OnnxModel(read_onnx(path))
     graph_inputs, functions = inputs_of(model.inputs), functions_of()
-    sized: Sized | None = None
+    make_batches: BatchFactory | None = None
     if options.inputs is None:
-        sized = partial(random_batches, graph_inputs, options.batches or 1, options.seed)
+        make_batches = partial(random_batches, graph_inputs, options.batches or 1, options.seed)
         info = InputsInfo("random", f"random values of the graph's types: {describe_inputs(graph_inputs)}")
-        batches = sized(options.input_sizes or {})
+        batches = make_batches(options.input_sizes or {})
     elif options.inputs.suffix in ARRAY_FILES:
-        batches, info = (arrays_in(options.inputs, graph_inputs),), GIVEN
+        batches, info = (read_arrays(options.inputs, graph_inputs),), GIVEN
     else:
-        sized, functions, info = inputs_from(options, model, same_model=False)
-        batches = sized(options.input_sizes or {})
+        make_batches, functions, info = inputs_from(options, model, same_model=False)
+        batches = make_batches(options.input_sizes or {})
     for number, batch in enumerate(batches if options.inputs is not None else ()):
         check_batch(batch, graph_inputs, batch.title(number))
     with path.open("rb") as stream:
@@ -71,7 +73,15 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
     stored = {tensor.dtype for tensor in model.state_dict().values()}
     dtype = next((name for name in LOW_PRECISION_NAMES if getattr(torch, name) in stored), None)
     return ModelSource(
-        location, "onnx", model, batches, digest, inputs=info, sized=sized, dtype=dtype, **functions
+        location,
+        "onnx",
+        model,
+        batches,
+        digest,
+        inputs=info,
+        make_batches=make_batches,
+        dtype=dtype,
+        **functions,
     )
 
 
@@ -80,9 +90,9 @@ class GraphInput:
     """An input of a graph."""
 
     name: str
-    dtype: torch.dtype | None  # if it is a tensor
+    dtype: torch.dtype | None  # None if it is not a tensor
     sizes: tuple[int | str, ...] | None  # of the axes, names for open ones; None if the rank is open
-    rows: int = 0  # of the smallest table that it indexes
+    rows: int = 0  # of the smallest table that it indexes; 0 if it indexes none
 
     def __str__(self) -> str:
         dtype = dtype_name(self.dtype) if self.dtype is not None else "no tensor"
@@ -109,7 +119,7 @@ def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
 
 
 def _rows(value: ir.Value) -> int:
-    """Return the number of rows of the smallest table that a value indexes; 0 if it indexes none."""
+    """Return the size of the smallest axis that a value indexes; 0 if it indexes none."""
     pending, visited, table_sizes = [value], {value}, []
     while pending:
         for node, index in pending.pop().uses():
@@ -117,7 +127,7 @@ def _rows(value: ir.Value) -> int:
                 table, place = node.inputs[0], node.attributes.get_int("axis", 0)
                 if table is not None and table.shape is not None and -1 <= place < len(table.shape):
                     table_sizes.append(table.shape[place])
-            elif node.op_type in _PASS and index == 0:
+            elif node.op_type in _PASS_THROUGH and index == 0:
                 new = [output for output in node.outputs if output not in visited]
                 pending += new
                 visited.update(new)
@@ -125,7 +135,7 @@ def _rows(value: ir.Value) -> int:
 
 
 def describe_inputs(inputs: Sequence[GraphInput]) -> str:
-    """Return the names, types and sizes of inputs for a message."""
+    """Describe inputs by name, type and sizes, for a message."""
     return describe(", ".join(map(str, inputs)) or "no input", MAX_MESSAGE - 20)
 
 
@@ -134,7 +144,7 @@ def random_batches(
 ) -> tuple[Batch, ...]:
     """Generate inputs of the graph's types: normal floats, valid indices, and masks of ones.
 
-    ``sizes`` are those of open axes by name.
+    ``sizes`` overrides those of open axes, by name.
 
     Raises:
         InputError: An input is not a tensor, or too large.
@@ -153,7 +163,7 @@ def random_batches(
 
 
 def batch_of(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
-    """Return a batch of tensors by the names of a graph's inputs."""
+    """Build a batch from tensors named after the graph's inputs."""
     if "self" in tensors:  # cannot be passed to a module's call by name
         return Batch(tuple(tensors[spec.name] for spec in inputs))
     return Batch((), dict(tensors))
@@ -166,12 +176,12 @@ def by_name(batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
 
 def _open_sizes(spec: GraphInput) -> Iterator[tuple[str, int]]:
     sizes = spec.sizes or ()
-    picture = len(sizes) == 4 and spec.dtype is not None and spec.dtype.is_floating_point
+    is_image = len(sizes) == 4 and spec.dtype is not None and spec.dtype.is_floating_point
     for axis, name in enumerate(sizes):
         if isinstance(name, str):
             if axis == 0 or "batch" in name.lower():
                 yield name, _BATCH
-            elif picture and axis >= 2 and not any(word in name.lower() for word in _LENGTHS):
+            elif is_image and axis >= 2 and not any(word in name.lower() for word in _LENGTHS):
                 yield name, _PIXELS
             else:
                 yield name, _LENGTH
@@ -188,7 +198,7 @@ def size_of(size: int | str, axis_sizes: Mapping[str, int]) -> int:
 
 
 def is_sum(size: str, axes: Collection[str]) -> bool:
-    """Return whether a size is a sum of numbers and the given axes."""
+    """Return whether a size is a sum of numbers and these axes."""
     parts = [part.strip() for part in size.split("+")]
     return len(parts) > 1 and all(part.isdecimal() or part in axes for part in parts)
 
@@ -196,12 +206,12 @@ def is_sum(size: str, axes: Collection[str]) -> bool:
 def _random_tensor(spec: GraphInput, axis_sizes: Mapping[str, int]) -> torch.Tensor:
     if spec.dtype is None or spec.sizes is None:
         what = "is not a tensor" if spec.dtype is None else "has no sizes"
-        raise InputError(f"the input {describe(spec.name)!r} {what}", hint=_OWN)
+        raise InputError(f"the input {describe(spec.name)!r} {what}", hint=_INPUTS_HINT)
     shape, elements = [size_of(size, axis_sizes) for size in spec.sizes], 1
     for size in shape:
         elements *= size
         if size < 0 or elements > _MAX_ELEMENTS:
-            raise InputError(f"cannot make the input {describe(str(spec))}", hint=_OWN)
+            raise InputError(f"cannot generate the input {describe(str(spec))}", hint=_INPUTS_HINT)
     name = spec.name.lower()
     if spec.dtype == torch.bool or "mask" in name:
         return torch.ones(shape, dtype=spec.dtype)
@@ -210,11 +220,11 @@ def _random_tensor(spec: GraphInput, axis_sizes: Mapping[str, int]) -> torch.Ten
         return torch.randn(shape, dtype=wide).to(spec.dtype)
     if "position" in name and shape:
         return (torch.arange(shape[-1]) % (spec.rows or shape[-1] or 1)).expand(shape).to(spec.dtype).clone()
-    picture = spec.dtype == torch.uint8 and len(shape) > 2
-    return torch.randint(0, spec.rows or (256 if picture else 2), shape).to(spec.dtype)
+    is_image = spec.dtype == torch.uint8 and len(shape) > 2
+    return torch.randint(0, spec.rows or (256 if is_image else 2), shape).to(spec.dtype)
 
 
-def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
+def read_arrays(path: Path, inputs: Sequence[GraphInput]) -> Batch:
     """Read a batch from a file of arrays named after the graph's inputs.
 
     Raises:

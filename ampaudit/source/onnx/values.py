@@ -31,7 +31,7 @@ MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, Ass
 
 
 class Unsupported(SourceError):
-    """Raised for a node that no function here computes."""
+    """Raised for a node that no function of this package computes; another way may."""
 
     default_hint = (
         "docs/onnx-operators.md lists what runs: export other operators, or scan a part of the model"
@@ -84,7 +84,7 @@ class NodeCall:
     float32: torch.dtype = torch.float32
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return the value of an attribute, several as a list, or its default."""
+        """Return the value of an attribute, with a list for several values, or the default."""
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return default
@@ -104,10 +104,11 @@ class NodeCall:
         return value
 
     def operand(self, value: Operand, beside: Operand) -> Any:
-        """Return an input of an elementwise op, with a stored single number as a Python number.
+        """Return an input of an elementwise op; a stored single number becomes a Python number.
 
-        A model's own code would use such numbers. A number with more axes than the other operand stays a
-        tensor, because the result has these axes. One that a policy stores in 16 bits does, to be rounded.
+        The code of the model that was exported had such numbers. A number stays a tensor if it has more axes
+        than the other operand, since the result has these axes, or if a policy stores it in 16 bits, since it
+        has to be rounded.
         """
         if self.real or not isinstance(value, Known) or not value.constant or isinstance(beside, Known):
             return self.tensor(value)
@@ -119,7 +120,7 @@ class NodeCall:
         return value.items()[0]
 
     def ints(self, value: Operand) -> list[int]:
-        """Return the integers of an input; for an input that is computed, those of this run."""
+        """Return the integers of an input; a traced input is read, which fixes its values in the trace."""
         return [int(item) for item in self._items(value)]
 
     def floats(self, value: Operand) -> list[float]:
@@ -142,8 +143,8 @@ class NodeCall:
             raise RefusedNode(f"torch has no type {kind.name}", hint="use a type of eight bits or more")
         return dtype
 
-    def refuse_few_bits(self, index: int) -> None:
-        """Reject a constant input of less than eight bits, whose type the result would have."""
+    def reject_sub_byte_type(self, index: int) -> None:
+        """Reject an input that is a constant of less than eight bits, whose type the result would have."""
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         producer = None if value is None else value.producer()
         stored = None if value is None else value.const_value
@@ -171,7 +172,7 @@ def check_size(*shapes: Sequence[int]) -> None:
     """Reject absurdly large tensors."""
     elements = max((math.prod(max(size, 0) for size in shape) for shape in shapes), default=0)
     if elements > MAX_ELEMENTS:
-        raise RefusedNode(f"its result has {elements:,} elements; {MAX_ELEMENTS:,} may be")
+        raise RefusedNode(f"its result has {elements:,} elements; at most {MAX_ELEMENTS:,} are allowed")
 
 
 def as_list(value: Any) -> list[Any]:
@@ -180,19 +181,19 @@ def as_list(value: Any) -> list[Any]:
 
 
 def operand_tensors(value: Any) -> Any:
-    """Replace known values by tensors, also in sequences."""
+    """Replace known values by tensors, including those in sequences."""
     if isinstance(value, list):
         return [operand_tensors(item) for item in value]
     return value.tensor() if isinstance(value, Known) else value
 
 
 def _alike(one: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether two dtypes may be the same type in the file; a policy changes those of floats."""
+    """Return whether two dtypes may be the same type in the file, since a policy changes that of floats."""
     return one == other or (one in FLOATS and other in FLOATS)
 
 
 def misfit_error(error: Exception, inputs: Sequence[Operand]) -> SourceError:
-    """Return the error for a node whose function fails on its inputs."""
+    """Return the error for a node whose inputs do not fit its operator."""
     operands = ", ".join(map(_in_words, inputs)) or "none"
     what = f"{describe(first_line(error), 120)} (its inputs: {describe(operands)})"
     return SourceError(what, hint="correct the model, or pass --inputs that fit it")
@@ -213,11 +214,11 @@ def as_constant(value: torch.Tensor) -> torch.Tensor:
 
 
 def has_references(node: ir.Node) -> bool:
-    """Return whether an attribute of a node refers to one of the enclosing function."""
+    """Return whether a node has an attribute that refers to one of the enclosing function."""
     return any(attribute.is_ref() for attribute in node.attributes.values())
 
 
-def with_values(call: NodeCall) -> ir.Node:
+def resolve_references(call: NodeCall) -> ir.Node:
     """Copy a node with references to the function's attributes resolved."""
     import onnx_ir as ir
 
@@ -233,9 +234,9 @@ def with_values(call: NodeCall) -> ir.Node:
 
 
 def standard_body(call: NodeCall) -> ir.Function | None:
-    """Return the standard's function body for a node with its attributes and input types.
+    """Return the function by which the ONNX standard defines a node's operator; ``None`` if it does not.
 
-    ``None`` if the standard has none.
+    It may depend on the node's attributes and input types.
     """
     import onnx
     import onnx_ir as ir
@@ -248,7 +249,7 @@ def standard_body(call: NodeCall) -> ir.Function | None:
         versions = [version for version in schema.function_opset_versions if version <= call.version]
         data = schema.get_function_with_opset_version(max(versions, default=schema.since_version))
     elif schema.has_context_dependent_function:
-        node = ir.serde.serialize_node(with_values(call)).SerializeToString()
+        node = ir.serde.serialize_node(resolve_references(call)).SerializeToString()
         supported = schema.context_dependent_function_opset_versions
         version = max((v for v in supported if v <= call.version), default=schema.since_version)
         types = [onnx_type_of(value).SerializeToString() for value in call.inputs]
@@ -259,7 +260,7 @@ def standard_body(call: NodeCall) -> ir.Function | None:
         return None
     proto.ParseFromString(data)
     computed = {name for node in proto.node for name in node.output} | set(proto.input)
-    for name in set(proto.output) - computed:  # the body omits an output that nothing reads
+    for name in set(proto.output) - computed:  # the standard omits nodes for outputs that nothing reads
         proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
     function = ir.serde.deserialize_function(proto)
     for name in schema.attributes:

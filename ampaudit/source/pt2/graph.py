@@ -37,7 +37,7 @@ from ampaudit.source.pt2.schema import (
     Union,
 )
 
-# numbers of torch/_export/serde/schema.py
+# numbered as in torch/_export/serde/schema.py
 _FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
 _FROM_28 = "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"
 SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
@@ -72,7 +72,7 @@ _KNOWN_INTERNAL = re.compile(
     r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
     r"|_(log_)?softmax_backward_data"
 )
-# types of arguments that operators must not have
+# argument types that operators must not have
 _RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")
 # without while_loop, which may not end
 _HIGHER_ORDER_NAMES = frozenset(
@@ -92,7 +92,9 @@ _VMAP = frozenset(
     "lazy_load_decompositions _add_batch_dim _remove_batch_dim _vmap_increment_nesting "
     "_vmap_decrement_nesting".split()
 )
-_GROWING = frozenset({"add", "lshift", "mod", "mul", "pow", "sub"})
+_GROWING = frozenset(
+    {"add", "lshift", "mod", "mul", "pow", "sub"}
+)  # results may be arbitrarily large integers
 _BITS = 64
 _MEMORY_FORMATS = {
     1: torch.contiguous_format,
@@ -130,7 +132,7 @@ def build_graph(
 ) -> fx.GraphModule:
     """Build a module that takes the user's inputs and reads the weights from its attributes.
 
-    The root holds the weights under their names; the graph has them as inputs.
+    The root holds the weights under their names. They are inputs of the graph in the file.
 
     Raises:
         ValueError: The graph uses a missing value or a forbidden operator, or is otherwise invalid.
@@ -145,15 +147,15 @@ def build_graph(
         targets[key or ("user_input", node.name)] = node
     builder.add_nodes(graph["nodes"])
     results = [builder.output(argument) for argument in graph["outputs"]]
-    builder.graph.output(_with_writes(builder, results, outputs, targets))
+    builder.graph.output(_write_mutations(builder, results, outputs, targets))
     return fx.GraphModule(builder.root, builder.graph)
 
 
 def weight_of(spec: InputSpec) -> tuple[str, str] | None:
-    """Return the kind and name of the stored tensor that is an input of the graph; ``None`` for a user's.
+    """Return the kind and name of the stored tensor of a graph input; ``None`` for an input of the user.
 
     Raises:
-        ValueError: Only code could create the input.
+        ValueError: The input is an object that only code could create.
     """
     kind, value = only(spec, "input")
     if kind in ("user_input", "constant_input"):
@@ -163,13 +165,13 @@ def weight_of(spec: InputSpec) -> tuple[str, str] | None:
     return kind, attribute_path(str(value[f"{kind}_name"]))
 
 
-def _with_writes(
+def _write_mutations(
     builder: _Builder,
     results: Sequence[Any],
     specs: Sequence[OutputSpec],
     targets: Mapping[tuple[str, str], fx.Node],
 ) -> tuple[Any, ...]:
-    """Add the program's writes to buffers and inputs, and return its own outputs."""
+    """Write the mutated buffers, parameters and inputs back, and return the outputs of the user."""
     copies: dict[fx.Node, fx.Node] = {}
     returned = []
     for value, spec in zip(results, specs, strict=True):
@@ -190,7 +192,7 @@ def _with_writes(
 
 
 class _Builder:
-    """Builds a graph, and keeps its values by their names in the file."""
+    """Builds a graph; ``values`` are its nodes by their names in the file."""
 
     def __init__(self, root: nn.Module, nodes: Iterator[int]) -> None:
         self.root = root
@@ -284,7 +286,7 @@ class _Builder:
         return self._create("get_attr", plain, name=plain)
 
     def _unpack(self, call: fx.Node, results: Sequence[Any]) -> None:
-        """Register the results of a call that are in a tuple or list."""
+        """Register the items of a call that returns a tuple or list."""
         for index, result in enumerate(results):
             if result is None:
                 continue
@@ -344,21 +346,21 @@ def _inner_module(graph: Graph, nodes: Iterator[int]) -> fx.GraphModule:
 
 
 class UnknownOperator(ValueError):
-    """Raised for an operator that may not be called."""
+    """Raised for an operator that a file must not call."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"operator {describe(name)!r} {why}")
 
 
 class ForeignOperator(UnknownOperator):
-    """Raised for an operator that another package registers."""
+    """Raised for an operator of another package."""
 
 
 def operator_named(name: str) -> Callable[..., Any]:
-    """Return the operator of a name such as ``torch.ops.aten.add.Tensor``.
+    """Return the operator with a name such as ``torch.ops.aten.add.Tensor``.
 
     Raises:
-        UnknownOperator: This version of torch lacks it, or programs may not call it.
+        UnknownOperator: This version of torch lacks it, or a file must not call it.
     """
     if match := _OVERLOAD.fullmatch(name):
         return _overload(name, *match.groups())
@@ -416,7 +418,7 @@ def _with_bounded_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _surely_large(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether merely computing the integer would take long."""
+    """Return whether the result is so large that computing it would take long."""
     if len(args) != 2 or not all(type(a) is int for a in args):
         return False
     base, exponent = args
@@ -438,12 +440,12 @@ def only(union: Any, what: str) -> tuple[str, Any]:
 
 
 def list_item(item: Any, kind: str) -> tuple[str, Any]:
-    """Return the kind and value of a list item, which is a union if the list has no kind."""
+    """Return the kind and value of a list item; without a kind, the item is a union."""
     return (kind, item) if kind else only(item, "argument")
 
 
 def result_names(kind: str, value: Any) -> Any:
-    """Return the name of a result, nested names for a list, or ``None`` for a constant."""
+    """Return the name of a result: a list of names for a list, and ``None`` for a constant."""
     if kind == "as_tensor":
         return str(value["name"])
     if kind in SYMBOLS:
@@ -493,7 +495,7 @@ def setting(kind: str, value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Convert a number, or nested lists of them; JSON writes non-finite ones as text."""
+    """Convert a number or nested lists of numbers; non-finite ones are strings in JSON."""
     if isinstance(value, list):
         return [number(item) for item in value]
     return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}.get(value, value)
@@ -506,7 +508,7 @@ def identifier(name: str) -> str:
 
 
 def attribute_path(path: str) -> str:
-    """Return a dotted attribute name, after checking that no part of it is reserved.
+    """Check that the parts of a dotted attribute name are not reserved, and return it.
 
     Raises:
         ValueError: A part is reserved, or would not be one name in the Python code that torch generates.
@@ -522,13 +524,13 @@ def _is_quotable(part: str) -> bool:
     """Return whether torch's code reads just this attribute: ``x.part``, else ``getattr(x, "part")``."""
     if _ATTRIBUTE.fullmatch(part) is None or not part.isprintable():
         return False
-    # Python reads an identifier in its normal form
+    # Python normalizes identifiers
     bare = part.isidentifier()
     return not bare or (not keyword.iskeyword(part) and unicodedata.normalize("NFKC", part) == part)
 
 
 def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the layers and source line of a node, as far as its metadata has them."""
+    """Return the layers and the source line of a node, where its metadata has them."""
     meta: dict[str, Any] = {}
     if trace := metadata.get("stack_trace"):
         meta["stack_trace"] = trace
@@ -583,7 +585,7 @@ _PAYLOADS = TypeAdapter(PayloadTable)
 
 
 def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.Tensor]:
-    """Map the tensors that a table lists by name; equal entries share one object.
+    """Map the tensors of a table into memory, by name; equal entries share one tensor.
 
     Raises:
         SourceError: The table or a tensor cannot be read.

@@ -1,7 +1,7 @@
 """The JSON schema of an exported program (torch/_export/serde/schema.py, version 8).
 
-Expressions, guards and ranges are only checked: a replayed graph computes its sizes from its inputs, so
-nothing needs to evaluate them.
+Expressions, guards and ranges are checked but never evaluated: a replayed graph computes its sizes from its
+inputs.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class InputMutation(Strict):
 
 
 class InputSpec(Union, total=False):
-    """The kind of an input of the graph: the user's, or a stored tensor."""
+    """The kind of a graph input: the user's, or a stored tensor."""
 
     user_input: Any
     constant_input: Any
@@ -240,7 +240,7 @@ class InputSpec(Union, total=False):
 
 
 class OutputSpec(Union, total=False):
-    """The kind of an output of the graph: the program's, or a write to a stored tensor or input."""
+    """The kind of a graph output: the user's, or the new value of a mutated tensor."""
 
     user_output: Any
     buffer_mutation: BufferSpec
@@ -286,7 +286,7 @@ class Version(Strict):
 
 
 class ProgramFile(Strict):
-    """A whole program without its weights."""
+    """The JSON file of a program; its weights are in other files."""
 
     graph_module: GraphModule
     schema_version: Version

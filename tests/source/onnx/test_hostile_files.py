@@ -114,11 +114,11 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
                 node("Relu", ["b"], ["y"], name="third"),
             ]
         ),
-        "(Add) needs its own result",
+        "(Add) depends on its own result",
     ),
     "its own input": (
         model_of([node("Add", ["x", "y"], ["y"], name="own")]),
-        "own (Add) needs its own result",
+        "own (Add) depends on its own result",
     ),
     "missing input": (
         model_of([node("Relu", ["nothing"], ["y"], name="act")]),
@@ -127,15 +127,15 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     "missing output": (model_of([node("Relu", ["x"], ["z"])]), "nothing computes the output 'y'"),
     "a name twice": (
         model_of([node("Relu", ["x"], ["y"], name="act"), node("Exp", ["x"], ["y"], name="again")]),
-        "the node again (Exp) computes 'y', which is there already",
+        "the node again (Exp) computes 'y' a second time",
     ),
     "an input twice": (
         model_of([node("Relu", ["x"], ["y"])], inputs=[value("x", 2)] * 2),
-        "the input 'x' is there twice",
+        "the input 'x' is defined twice",
     ),
     "an initializer twice": (
         model_of(PRODUCT, [initializer("w", ONES), initializer("w", ONES)]),
-        "the initializer 'w' is there twice",
+        "the initializer 'w' is defined twice",
     ),
     "an operator set of the future": (
         model_of([node("Relu", ["x"], ["y"])], opset=999),
@@ -143,11 +143,11 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     ),
     "no operator set": (
         _changed(model_of([node("Relu", ["x"], ["y"])]), opset_import=None),
-        "names no operator set",
+        "imports no operator set",
     ),
     "a format of the future": (
         _changed(model_of([node("Relu", ["x"], ["y"])]), ir_version=9999),
-        "has version 9999",
+        "has IR version 9999",
     ),
     "no graph": (_changed(model_of([]), graph=None), "has no graph with outputs"),
     "sparse": (_sparse(), "the initializer 'w' is sparse"),
@@ -192,7 +192,7 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     "a function that calls itself": (_calling(_function("F0", _call("F0"))), "to_F0 (F0) calls the function"),
     "functions that call each other": (
         _calling(_function("F0", _call("F1")), _function("F1", _call("F0"))),
-        "calls the function that it is in",
+        "calls the function that contains it",
     ),
     "deep calls": (_with_x(_chain(3000, 1)), "functions call each other more than 50 deep"),
     "calls that multiply": (_chain(40, 2), f"more than {MAX_NODES:,} nodes run"),
@@ -209,7 +209,7 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     "empty": (b"", "is empty"),
     "text for a graph": (
         _of_types(helper.make_tensor_type_proto(TensorProto.STRING, [1])),
-        "input x is text, which torch",
+        "input x is text, and torch",
     ),
     "a map for a graph": (
         _of_types(
@@ -219,7 +219,7 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
                 )
             )
         ),
-        "input x is a map, which torch",
+        "input x is a map, and torch",
     ),
 }
 

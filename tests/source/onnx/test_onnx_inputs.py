@@ -84,11 +84,11 @@ def test_made_inputs_are_declared_in_every_format(tmp_path: Path) -> None:
 
 def test_axes_that_the_graph_names_can_be_swept(tmp_path: Path) -> None:
     source = _opened(written(tmp_path, _language_model()))
-    assert source.sized is not None
-    (batch,) = source.sized({"sequence": 3, "batch": 2})
+    assert source.make_batches is not None
+    (batch,) = source.make_batches({"sequence": 3, "batch": 2})
     assert batch.kwargs["input_ids"].shape == (2, 3)
     with pytest.raises(UsageError, match="no axis 'length'") as caught:
-        source.sized({"length": 3})
+        source.make_batches({"length": 3})
     assert caught.value.hint == "axes of these inputs: batch, sequence"
 
 
@@ -182,13 +182,13 @@ def test_gradients_need_only_a_loss(tmp_path: Path) -> None:
 
 
 def test_streaming_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--stream: .*is mapped"):
+    with pytest.raises(UsageError, match=r"--stream: .*is memory-mapped"):
         _opened(written(tmp_path, mlp()), stream=True)
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, mlp())
-    with pytest.raises(UsageError, match=r"--weights: .*has its own weights"):
+    with pytest.raises(UsageError, match=r"--weights: .*contains its weights"):
         _opened(path, weights=path)
 
 

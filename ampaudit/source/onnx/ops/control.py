@@ -1,4 +1,4 @@
-"""Control flow, executed along the path that the inputs take, and sequences."""
+"""Control flow, executed along the path that the inputs take, and operators on sequences."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ def _known(value: bool | int) -> Known:
 
 @operator("If")
 def if_(call: NodeCall, condition: Operand) -> Any:
-    """Run one of two graphs."""
+    """Run the branch that the condition selects."""
     return tuple(call.run_body(call.attribute(f"{'then' if call.number(condition) else 'else'}_branch"), []))
 
 
 @operator("Loop")
 def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carried: Operand) -> Any:
-    """Run a graph repeatedly; a known condition is not read."""
+    """Run the body repeatedly.
+
+    Its condition input is the constant true, so a body that returns it unchanged reads no traced value.
+    """
     body, values, rows = call.attribute("body"), list(carried), []
     limits = None if limit is None else int(call.number(limit))
     going = True if condition is None else bool(call.number(condition))
     count = 0
     while going and (limits is None or count < limits):
-        continues = _known(True)
-        ended, *results = call.run_body(body, [_known(count), continues, *values])
+        condition, *results = call.run_body(body, [_known(count), _known(True), *values])
         values, row = results[: len(values)], results[len(values) :]
         rows.append([call.tensor(value) for value in row])
         count += 1
         if limits is None or count < limits:
-            going = bool(call.number(ended))
+            going = bool(call.number(condition))
     columns = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
     if not rows:
         columns = [_no_rows(output) for output in list(body.outputs)[1 + len(values) :]]
@@ -47,7 +49,7 @@ def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carr
 
 @operator("Scan")
 def scan(call: NodeCall, *inputs: Operand) -> Any:
-    """Run a graph on each slice of some inputs."""
+    """Run the body on each slice of the scanned inputs."""
     if call.version < 9:
         raise Unsupported("Scan before version 9 is not supported")
     body, count = call.attribute("body"), call.attribute("num_scan_inputs")
@@ -72,7 +74,7 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
 
 
 def _no_rows(output: Any) -> Tensor:
-    """Return the scan output of a loop without iterations."""
+    """Return the scan output of a loop that runs no iteration."""
     sizes = [size if isinstance(size, int) else 0 for size in (output.shape or ())]
     dtype = torch_dtype_of(output.dtype) if output.dtype is not None else None
     return torch.empty([0, *sizes], dtype=dtype)
@@ -86,7 +88,7 @@ def _list(call: NodeCall, value: Operand) -> list[Any]:
 
 @operator("SequenceConstruct", "SequenceEmpty")
 def construct(call: NodeCall, *values: Operand) -> list[Any]:
-    """Make a sequence."""
+    """Return a sequence of the inputs."""
     return list(values)
 
 
@@ -98,7 +100,7 @@ def at(call: NodeCall, sequence: Operand, position: Operand) -> Any:
 
 @operator("SequenceInsert")
 def insert(call: NodeCall, sequence: Operand, value: Operand, position: Operand = None) -> list[Any]:
-    """Return a sequence with one more element."""
+    """Return a sequence with an element inserted."""
     result = list(_list(call, sequence))
     result.insert(len(result) if position is None else int(call.number(position)), value)
     return result
@@ -106,7 +108,7 @@ def insert(call: NodeCall, sequence: Operand, value: Operand, position: Operand 
 
 @operator("SequenceErase")
 def erase(call: NodeCall, sequence: Operand, position: Operand = None) -> list[Any]:
-    """Return a sequence without an element."""
+    """Return a sequence with an element removed."""
     result = list(_list(call, sequence))
     del result[-1 if position is None else int(call.number(position))]
     return result
@@ -114,20 +116,20 @@ def erase(call: NodeCall, sequence: Operand, position: Operand = None) -> list[A
 
 @operator("SequenceLength")
 def length(call: NodeCall, sequence: Operand) -> Tensor:
-    """Count."""
+    """Return the number of elements."""
     return torch.tensor(len(_list(call, sequence)))
 
 
 @operator("ConcatFromSequence")
 def concat(call: NodeCall, sequence: Operand) -> Tensor:
-    """Join the elements along an axis, which may be new."""
+    """Concatenate the elements along an axis, or stack them along a new one."""
     tensors = [call.tensor(value) for value in _list(call, sequence)]
     return (torch.stack if call.attribute("new_axis", 0) else torch.cat)(tensors, call.attribute("axis"))
 
 
 @operator("SplitToSequence")
 def split(call: NodeCall, x: Tensor, sizes: Operand = None) -> list[Any]:
-    """Cut along an axis."""
+    """Split along an axis into a sequence."""
     axis = call.attribute("axis", 0)
     if sizes is None:
         parts = list(x.split(1, axis))
@@ -138,7 +140,7 @@ def split(call: NodeCall, x: Tensor, sizes: Operand = None) -> list[Any]:
 
 @operator("SequenceMap")
 def map_(call: NodeCall, sequence: Operand, *others: Operand) -> Any:
-    """Run a graph on each element."""
+    """Run the body on each element."""
     count, results = len(_list(call, sequence)), []
     for i in range(count):
         elements = [value[i] if isinstance(value, list) else value for value in (sequence, *others)]
@@ -154,13 +156,13 @@ def optional(call: NodeCall, value: Operand = None) -> Any:
 
 @operator("OptionalHasElement")
 def has_element(call: NodeCall, value: Operand = None) -> Tensor:
-    """Say whether there is a value."""
+    """Return whether there is a value."""
     return torch.tensor(value is not None)
 
 
 @operator("ReverseSequence")
 def reverse_sequence(call: NodeCall, tensor: Tensor, lengths: Tensor) -> Tensor:
-    """Reverse the beginning of each sequence of a batch."""
+    """Reverse the first elements of each sequence of a batch, as many as its length."""
     time, batch = call.attribute("time_axis", 0), call.attribute("batch_axis", 1)
     steps, ends = torch.arange(tensor.shape[time]), lengths.unsqueeze(-1)
     places = torch.where(steps < ends, ends - 1 - steps, steps)  # by batch, then time

@@ -17,7 +17,7 @@ WITH_ALPHA: dict[str, tuple[Callable[..., Tensor], float]] = {
     "Celu": (F.celu, 1.0), "Elu": (F.elu, 1.0), "LeakyRelu": (F.leaky_relu, 0.01),
 }  # fmt: skip
 _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
-# functions of tensors alone
+# functions without attributes
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
     "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
@@ -82,13 +82,13 @@ def power(call: NodeCall, base: Tensor, b: Operand) -> Tensor:
 
 @operator("Mod")
 def mod(call: NodeCall, a: Tensor, b: Operand) -> Tensor:
-    """Compute a remainder, with the sign of the divisor, or of the dividend for fmod."""
+    """Compute the remainder, with the sign of the divisor; with ``fmod``, that of the dividend."""
     function = torch.fmod if call.attribute("fmod", 0) else torch.remainder
     return function(a, call.operand(b, a))
 
 
 @operator("Max", "Min", "Sum", "Mean")
-def combined(call: NodeCall, *values: Tensor) -> Tensor:
+def combine(call: NodeCall, *values: Tensor) -> Tensor:
     """Return the largest, the smallest, the sum or the mean of several tensors."""
     result = reduce({"Max": torch.maximum, "Min": torch.minimum}.get(call.node.op_type, torch.add), values)
     return result / len(values) if call.node.op_type == "Mean" else result
@@ -119,7 +119,7 @@ def cast(call: NodeCall, x: Tensor) -> Tensor:
 
 
 def cast_tensor(call: NodeCall, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert; floats are truncated to integers, and saturate in float8 unless told otherwise."""
+    """Convert to a dtype: to integers by truncation, and to float8 with saturation unless disabled."""
     if dtype.is_floating_point and dtype.itemsize == 1 and call.attribute("saturate", 1):
         limit = torch.finfo(dtype).max
         return tensor.clamp(-limit, limit).to(dtype)
@@ -131,7 +131,7 @@ def cast_tensor(call: NodeCall, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 @operator("CastLike")
 def cast_like(call: NodeCall, x: Tensor, like: Tensor) -> Tensor:
     """Convert to the type of another tensor."""
-    call.refuse_few_bits(1)
+    call.reject_sub_byte_type(1)
     return cast_tensor(call, x, like.dtype)
 
 
@@ -143,7 +143,7 @@ def identity(call: NodeCall, x: Operand) -> Any:
 
 @operator("Dropout")
 def dropout(call: NodeCall, x: Tensor, ratio: Operand = None, training: Operand = None) -> Any:
-    """Return the input, or drop elements at random if the graph says that it trains."""
+    """Return the input and a mask; in training mode, drop elements at random."""
     share = call.attribute("ratio", 0.5) if ratio is None else call.number(ratio)
     if training is not None and call.number(training) and share:
         return torch.native_dropout(x, float(share), True)
@@ -152,7 +152,7 @@ def dropout(call: NodeCall, x: Tensor, ratio: Operand = None, training: Operand 
 
 @operator("Clip")
 def clip(call: NodeCall, tensor: Tensor, low: Operand = None, high: Operand = None) -> Tensor:
-    """Limit to a range."""
+    """Clamp to a range."""
     if call.version < 11:
         return torch.clamp(tensor, call.attribute("min"), call.attribute("max"))
     ends = []
@@ -171,7 +171,7 @@ def clip(call: NodeCall, tensor: Tensor, low: Operand = None, high: Operand = No
 @operator("Gelu")
 @operator("Gelu", "FastGelu", "BiasGelu", domain="com.microsoft")
 def gelu(call: NodeCall, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply the Gaussian error linear unit, to the sum if there is a bias."""
+    """Apply GELU, after adding the bias if there is one."""
     usual = "tanh" if call.node.op_type == "FastGelu" else "none"
     return F.gelu(x if bias is None else x + bias, approximate=call.attribute("approximate", usual))
 
@@ -179,7 +179,7 @@ def gelu(call: NodeCall, x: Tensor, bias: Tensor | None = None) -> Tensor:
 @operator("Swish")
 @operator("QuickGelu", domain="com.microsoft")
 def swish(call: NodeCall, x: Tensor) -> Tensor:
-    """Multiply by the sigmoid of a multiple."""
+    """Compute ``x * sigmoid(alpha * x)``."""
     alpha = call.attribute("alpha", 1.0 if call.node.op_type == "Swish" else 1.702)
     return F.silu(x) if alpha == 1 else x * torch.sigmoid(x * alpha)
 
@@ -203,7 +203,7 @@ def selu(call: NodeCall, x: Tensor) -> Tensor:
 
 @operator("PRelu")
 def prelu(call: NodeCall, x: Tensor, slopes: Tensor) -> Tensor:
-    """Apply the rectifier with learned slopes."""
+    """Apply PReLU, the rectifier with learned slopes for negative values."""
     per_channel = x.ndim > 1 and list(slopes.shape) == [x.shape[1], *[1] * (x.ndim - 2)]
     if slopes.numel() == 1 or per_channel:
         return F.prelu(x, slopes.reshape(-1))
@@ -212,13 +212,13 @@ def prelu(call: NodeCall, x: Tensor, slopes: Tensor) -> Tensor:
 
 @operator("ThresholdedRelu")
 def thresholded_relu(call: NodeCall, x: Tensor) -> Tensor:
-    """Keep what is above a threshold."""
+    """Set values up to a threshold to zero."""
     return F.threshold(x, call.attribute("alpha", 1.0), 0.0)
 
 
 @operator("Shrink")
 def shrink(call: NodeCall, tensor: Tensor) -> Tensor:
-    """Move values towards zero."""
+    """Move values towards zero, and set those near it to zero."""
     width, bias = call.attribute("lambd", 0.5), call.attribute("bias", 0.0)
     if bias == 0 and tensor.is_floating_point():
         return F.hardshrink(tensor, width)
@@ -239,7 +239,7 @@ def hard_sigmoid(call: NodeCall, x: Tensor) -> Tensor:
 
 @operator("Hardmax")
 def hardmax(call: NodeCall, tensor: Tensor) -> Tensor:
-    """Set the first largest element to one, and the others to zero."""
+    """Set the first maximum to one, and the other elements to zero."""
     axis = call.attribute("axis", -1 if call.version >= 13 else 1) % tensor.ndim
     shape = tensor.shape
     if call.version < 13:
@@ -250,7 +250,7 @@ def hardmax(call: NodeCall, tensor: Tensor) -> Tensor:
 
 @operator("IsInf")
 def is_inf(call: NodeCall, x: Tensor) -> Tensor:
-    """Find infinities of one sign or both."""
+    """Test for infinities of one sign or both."""
     above, below = call.attribute("detect_positive", 1), call.attribute("detect_negative", 1)
     if above and below:
         return torch.isinf(x)
@@ -269,16 +269,16 @@ def bit_shift(call: NodeCall, x: Tensor, amount: Tensor) -> Tensor:
 
 @operator("BitCast")
 def bit_cast(call: NodeCall, x: Tensor) -> Tensor:
-    """Read the bits as another type."""
-    return x.view(named_dtype(call, "to", torch.float32))
+    """Reinterpret the bits as another type."""
+    return x.view(dtype_attribute(call, "to", torch.float32))
 
 
 @operator("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 def random(call: NodeCall, like: Tensor | None = None) -> Tensor:
-    """Draw from a normal or uniform distribution."""
+    """Sample from a normal or uniform distribution."""
     shape = call.attribute("shape") if like is None else like.shape
     check_size(shape)
-    dtype = named_dtype(call, "dtype", torch.float32 if like is None else like.dtype)
+    dtype = dtype_attribute(call, "dtype", torch.float32 if like is None else like.dtype)
     if call.node.op_type.startswith("RandomNormal"):
         sample = torch.randn(shape, dtype=dtype)
         start, width = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
@@ -291,18 +291,18 @@ def random(call: NodeCall, like: Tensor | None = None) -> Tensor:
 
 @operator("Bernoulli")
 def bernoulli(call: NodeCall, x: Tensor) -> Tensor:
-    """Draw zeros and ones."""
-    return torch.bernoulli(x).to(named_dtype(call, "dtype", x.dtype))
+    """Sample zeros and ones."""
+    return torch.bernoulli(x).to(dtype_attribute(call, "dtype", x.dtype))
 
 
 @operator("Multinomial")
 def multinomial(call: NodeCall, x: Tensor) -> Tensor:
-    """Draw classes from logarithms of probabilities."""
+    """Sample classes from logarithms of probabilities."""
     sample = torch.multinomial(torch.softmax(x, -1), call.attribute("sample_size", 1), True)
-    return sample.to(named_dtype(call, "dtype", torch.int32))
+    return sample.to(dtype_attribute(call, "dtype", torch.int32))
 
 
-def named_dtype(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
+def dtype_attribute(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype that an attribute names."""
     import onnx_ir as ir
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.ops.elementwise import named_dtype
+from ampaudit.source.onnx.ops.elementwise import dtype_attribute
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size, operator
 
 _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
@@ -17,19 +17,19 @@ _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 
 @operator("GatherElements")
 def gather_elements(call: NodeCall, x: Tensor, indices: Tensor) -> Tensor:
-    """Take an element for each index along an axis."""
+    """Gather an element for each index along an axis."""
     axis = call.attribute("axis", 0)
     return torch.gather(x, axis, _from_start(indices.long(), x.shape[axis]))
 
 
 def _from_start(index: Tensor, size: int | Tensor) -> Tensor:
-    """Count negative indices from the start of an axis of this size."""
+    """Convert negative indices, which count from the end of an axis of this size."""
     return torch.where(index < 0, index + size, index)
 
 
 @operator("GatherND")
 def gather_nd(call: NodeCall, x: Tensor, indices: Tensor) -> Tensor:
-    """Take slices at tuples of indices."""
+    """Gather slices at tuples of indices."""
     batch = call.attribute("batch_dims", 0)
     index = _from_start(indices.long(), torch.tensor(x.shape[batch : batch + indices.shape[-1]]))
     grids = [_along(torch.arange(x.shape[axis]), axis, index.ndim - 1) for axis in range(batch)]
@@ -37,13 +37,13 @@ def gather_nd(call: NodeCall, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _along(vector: Tensor, axis: int, rank: int) -> Tensor:
-    """Return a vector as a tensor of a rank, along one of its axes."""
+    """Reshape a vector to a rank, with its elements along one axis."""
     return vector.reshape([-1 if a == axis else 1 for a in range(rank)])
 
 
 @operator("ScatterElements", "Scatter")
 def scatter_elements(call: NodeCall, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Write an element for each index along an axis."""
+    """Scatter an element to each index along an axis."""
     axis, how = call.attribute("axis", 0), call.attribute("reduction", "none")
     index = _from_start(indices.long(), x.shape[axis])
     if how == "none":
@@ -55,7 +55,7 @@ def scatter_elements(call: NodeCall, x: Tensor, indices: Tensor, updates: Tensor
 
 @operator("ScatterND")
 def scatter_nd(call: NodeCall, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Write slices at tuples of indices."""
+    """Scatter slices to tuples of indices."""
     width, how = indices.shape[-1], call.attribute("reduction", "none")
     index = _from_start(indices.long(), torch.tensor(x.shape[:width]))
     if how in ("none", "add"):
@@ -70,7 +70,7 @@ def scatter_nd(call: NodeCall, x: Tensor, indices: Tensor, updates: Tensor) -> T
 
 @operator("TensorScatter")
 def tensor_scatter(call: NodeCall, x: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Write a part along an axis, from a start for each element of the batch."""
+    """Write an update along an axis, starting at an index for each element of the batch."""
     axis = call.attribute("axis", -2) % x.ndim
     steps = _along(torch.arange(update.shape[axis]), axis, x.ndim)
     if starts is not None:
@@ -82,7 +82,7 @@ def tensor_scatter(call: NodeCall, x: Tensor, update: Tensor, starts: Tensor | N
 
 @operator("Compress")
 def compress(call: NodeCall, x: Tensor, condition: Operand) -> Tensor:
-    """Take the slices for which a condition holds."""
+    """Select the slices for which a condition holds."""
     axis = call.attribute("axis")
     if axis is None:
         x, axis = x.reshape(-1), 0
@@ -111,7 +111,7 @@ def unique(call: NodeCall, x: Tensor) -> Any:
 
 @operator("OneHot")
 def one_hot(call: NodeCall, index: Tensor, depth: Operand, values: Tensor) -> Tensor:
-    """Set one element for each index."""
+    """Encode indices as one-hot vectors."""
     count, rank = int(call.floats(depth)[0]), index.ndim + 1
     axis = call.attribute("axis", -1) % rank
     check_size([*index.shape, count])
@@ -122,14 +122,14 @@ def one_hot(call: NodeCall, index: Tensor, depth: Operand, values: Tensor) -> Te
 
 @operator("EyeLike")
 def eye_like(call: NodeCall, x: Tensor) -> Any:
-    """Make a matrix with ones on a diagonal."""
+    """Return a matrix with ones on a diagonal."""
     rows, columns = (torch.arange(size) for size in x.shape)
     ones = rows.unsqueeze(1) + call.attribute("k", 0) == columns
-    return ones.to(named_dtype(call, "dtype", x.dtype))
+    return ones.to(dtype_attribute(call, "dtype", x.dtype))
 
 
 def axes_of(call: NodeCall, since: int = 13) -> list[int] | None:
-    """Return the axes of a node, an attribute before the version ``since`` and an input from then on."""
+    """Return the axes of a node: an attribute before the operator's version ``since``, then an input."""
     if call.version < since:
         axes: list[int] | None = call.attribute("axes")
         return axes
@@ -139,7 +139,7 @@ def axes_of(call: NodeCall, since: int = 13) -> list[int] | None:
 
 @operator("Shape")
 def shape(call: NodeCall, x: Tensor) -> Tensor:
-    """Return sizes as a tensor."""
+    """Return the shape as a tensor."""
     return torch.tensor(list(x.shape)[call.attribute("start", 0) : call.attribute("end")], dtype=torch.int64)
 
 
@@ -151,7 +151,7 @@ def size(call: NodeCall, x: Tensor) -> Tensor:
 
 @operator("Reshape")
 def reshape(call: NodeCall, x: Tensor, sizes: Operand = None) -> Tensor:
-    """Change the shape; 0 keeps a size."""
+    """Change the shape; a 0 copies the size of the input unless ``allowzero`` is set."""
     target = call.attribute("shape") if sizes is None else call.ints(sizes)
     if not call.attribute("allowzero", 0):
         target = [x.shape[i] if s == 0 else s for i, s in enumerate(target)]
@@ -160,7 +160,7 @@ def reshape(call: NodeCall, x: Tensor, sizes: Operand = None) -> Tensor:
 
 @operator("Flatten")
 def flatten(call: NodeCall, x: Tensor) -> Tensor:
-    """Make a matrix."""
+    """Flatten to a matrix."""
     axis = call.attribute("axis", 1)
     return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
 
@@ -190,7 +190,7 @@ def unsqueeze(call: NodeCall, x: Tensor, axes: Operand = None) -> Tensor:
 
 @operator("Expand")
 def expand(call: NodeCall, x: Tensor, sizes: Operand) -> Tensor:
-    """Broadcast in both directions."""
+    """Broadcast to a shape; where it has a 1, the size of the input stays."""
     target = torch.broadcast_shapes(x.shape, tuple(call.ints(sizes)))
     check_size(target)
     return x.expand(target)
@@ -206,13 +206,13 @@ def tile(call: NodeCall, x: Tensor, repeats: Operand) -> Tensor:
 
 @operator("Concat")
 def concat(call: NodeCall, *values: Tensor) -> Tensor:
-    """Join along an axis."""
+    """Concatenate along an axis."""
     return torch.cat(values, dim=call.attribute("axis"))
 
 
 @operator("Split")
 def split(call: NodeCall, x: Tensor, sizes: Operand = None) -> Any:
-    """Cut along an axis."""
+    """Split along an axis."""
     axis = call.attribute("axis", 0)
     lengths = call.ints(sizes) if sizes is not None else call.attribute("split")
     if lengths is None:
@@ -231,7 +231,7 @@ def slice_(
     axes: Operand = None,
     steps: Operand = None,
 ) -> Tensor:
-    """Take ranges along axes."""
+    """Slice along axes."""
     if call.version < 10:
         first, last, dims = call.attribute("starts"), call.attribute("ends"), call.attribute("axes") or None
     else:
@@ -259,7 +259,7 @@ def _range_of(tensor: Tensor, begin: int, end: int, axis: int, step: int) -> Ten
 
 @operator("Gather")
 def gather(call: NodeCall, x: Operand, indices: Operand) -> Tensor:
-    """Take slices at indices along an axis."""
+    """Gather slices at indices along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     axis = axis + tensor.ndim if axis < 0 else axis
     if isinstance(indices, Known) and indices.real.ndim == 0:
@@ -275,7 +275,7 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> Tensor:
 
 @operator("ConstantOfShape")
 def constant_of_shape(call: NodeCall, sizes: Operand) -> Tensor:
-    """Fill a new tensor."""
+    """Return a tensor filled with a value."""
     value, dims = call.attribute("value"), call.ints(sizes)
     check_size(dims)
     if value is None:
@@ -286,7 +286,7 @@ def constant_of_shape(call: NodeCall, sizes: Operand) -> Tensor:
 
 @operator("Range")
 def range_(call: NodeCall, start: Operand, limit: Operand, delta: Operand) -> Tensor:
-    """Count."""
+    """Return evenly spaced numbers."""
     first, last, step = (call.number(value) for value in (start, limit, delta))
     check_size([math.ceil(abs(last - first) / (abs(step) or 1))])
     return torch.arange(first, last, step, dtype=call.tensor(start).dtype)
@@ -294,7 +294,7 @@ def range_(call: NodeCall, start: Operand, limit: Operand, delta: Operand) -> Te
 
 @operator("Trilu")
 def trilu(call: NodeCall, x: Tensor, k: Operand = None) -> Tensor:
-    """Keep a triangle."""
+    """Keep the upper or lower triangle."""
     function = torch.triu if call.attribute("upper", 1) else torch.tril
     return function(x, 0 if k is None else int(call.number(k)))
 
@@ -303,7 +303,7 @@ def trilu(call: NodeCall, x: Tensor, k: Operand = None) -> Tensor:
 def pad(
     call: NodeCall, tensor: Tensor, pads: Operand = None, value: Operand = None, axes: Operand = None
 ) -> Tensor:
-    """Add values at the borders."""
+    """Pad at the borders."""
     mode = call.attribute("mode", "constant")
     amounts = call.attribute("pads") if call.version < 11 else call.ints(pads)
     dims = call.ints(axes) if axes is not None else list(range(tensor.ndim))

@@ -1,4 +1,4 @@
-"""Pooling."""
+"""Pooling, resizing and sampling."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Windows:
     dilations: list[int]
     before: list[int]
     after: list[int]  # that the windows need; negative where they omit the end
-    given_after: list[int]  # that the node specifies
-    plain: bool  # as torch pools
+    declared_after: list[int]  # by the node
+    plain: bool  # torch's op pools in the same way
 
     def padded(self, tensor: Tensor, fill: float) -> Tensor:
         """Return a tensor with the padding around it."""
@@ -50,10 +50,10 @@ def _windows(call: NodeCall, tensor: Tensor) -> _Windows:
     rank = len(kernel)
     strides, dilations = call.attribute("strides") or [1] * rank, call.attribute("dilations") or [1] * rank
     pads = pads_of(call, sizes, kernel, strides, dilations)
-    before, given_after = pads[:rank], pads[rank:]
+    before, declared_after = pads[:rank], pads[rank:]
     up, after = call.attribute("ceil_mode", 0), []
     for size, width, stride, step, first, last in zip(
-        sizes, kernel, strides, dilations, before, given_after, strict=True
+        sizes, kernel, strides, dilations, before, declared_after, strict=True
     ):
         reach = (width - 1) * step + 1
         steps = (size + first + last - reach) / stride
@@ -61,9 +61,9 @@ def _windows(call: NodeCall, tensor: Tensor) -> _Windows:
         if up and (count - 1) * stride >= size + first:  # a window that begins in the padding
             count -= 1
         after.append((count - 1) * stride + reach - size - first)
-    floor_only = not up and before == given_after
+    floor_only = not up and before == declared_after
     plain = rank <= 3 and floor_only and all(2 * b <= k for b, k in zip(before, kernel, strict=True))
-    return _Windows(kernel, strides, dilations, before, after, given_after, plain)
+    return _Windows(kernel, strides, dilations, before, after, declared_after, plain)
 
 
 @operator("AveragePool")
@@ -74,9 +74,9 @@ def average_pool(call: NodeCall, tensor: Tensor) -> Any:
         function: Any = _AVERAGES[len(windows.kernel) - 1]
         return function(tensor, windows.kernel, windows.strides, windows.before, count_include_pad=with_pads)
     if with_pads:
-        padded = zip(tensor.shape[2:], windows.before, windows.given_after, strict=True)
+        padded = zip(tensor.shape[2:], windows.before, windows.declared_after, strict=True)
         ones = torch.ones([1, 1, *map(sum, padded)], dtype=tensor.dtype)
-        after = [a - g for a, g in zip(windows.after, windows.given_after, strict=True)]
+        after = [a - g for a, g in zip(windows.after, windows.declared_after, strict=True)]
         ones = torch.constant_pad_nd(ones, last_axis_first([0] * len(after), after))
     else:
         ones = windows.padded(torch.ones([1, 1, *tensor.shape[2:]], dtype=tensor.dtype), 0.0)
@@ -99,10 +99,10 @@ def max_pool(call: NodeCall, tensor: Tensor) -> Any:
     )
     if not indices:
         return result
-    return result[0], _whole_places(call, result[1], tensor, padded, windows)
+    return result[0], _flat_indices(call, result[1], tensor, padded, windows)
 
 
-def _whole_places(
+def _flat_indices(
     call: NodeCall, places: Tensor, tensor: Tensor, padded: Tensor, windows: _Windows
 ) -> Tensor:
     """Convert indices within a channel of the padded tensor to indices in the whole tensor."""
@@ -140,7 +140,7 @@ def global_pool(call: NodeCall, x: Tensor) -> Any:
 
 @operator("MaxUnpool")
 def max_unpool(call: NodeCall, tensor: Tensor, places: Tensor, shape: Operand = None) -> Tensor:
-    """Put elements back to the positions that they were pooled from."""
+    """Put elements back at the positions from which they were pooled."""
     kernel = call.attribute("kernel_shape")
     strides = call.attribute("strides") or [1] * len(kernel)
     pads = call.attribute("pads") or [0] * (2 * len(kernel))
@@ -158,7 +158,7 @@ def max_unpool(call: NodeCall, tensor: Tensor, places: Tensor, shape: Operand = 
 
 @operator("Resize", "Upsample")
 def resize(call: NodeCall, x: Tensor, *rest: Operand) -> Tensor:
-    """Interpolate along axes: as one op where torch has the same coordinates, else axis by axis."""
+    """Interpolate along axes: with torch's op if its coordinates are the same, else axis by axis."""
     tensor = x
     axes, sizes, scales, crop = _target(call, tensor, rest)
     check_size(sizes)
@@ -265,20 +265,20 @@ def _sizes(tensor: Tensor, places: dict[int, Array]) -> list[int]:
 
 
 def _as_one_op(call: NodeCall, tensor: Tensor, places: dict[int, Array], mode: str) -> Tensor | None:
-    """Interpolate with torch's op; ``None`` if its coordinates differ."""
+    """Interpolate with one torch op; ``None`` if its coordinates differ."""
     name = _LINEAR.get(tensor.ndim) if mode == "linear" else "bicubic" if tensor.ndim == 4 else None
     plain = not call.attribute("antialias", 0) and not call.attribute("exclude_outside", 0)
     plain = plain and call.attribute("cubic_coeff_a", -0.75) == -0.75
     if name is None or not plain or min(places, default=2) < 2:
         return None
     for aligned in (False, True):
-        if all(_is_usual(tensor.shape[axis], positions, aligned) for axis, positions in places.items()):
+        if all(_matches_torch(tensor.shape[axis], positions, aligned) for axis, positions in places.items()):
             return F.interpolate(tensor, size=_sizes(tensor, places), mode=name, align_corners=aligned)
     return None
 
 
-def _is_usual(old: int, places: Array, aligned: bool) -> bool:
-    """Return whether coordinates along an axis of this size are those of torch."""
+def _matches_torch(old: int, places: Array, aligned: bool) -> bool:
+    """Return whether coordinates along an axis are those of torch's op."""
     new = len(places)
     y = np.arange(new)
     theirs = y * ((old - 1) / max(new - 1, 1)) if aligned else (y + 0.5) * (old / new) - 0.5
@@ -314,7 +314,7 @@ def _cubic(d: Array, a: float) -> Array:
 
 @operator("GridSample")
 def grid_sample(call: NodeCall, x: Tensor, grid: Tensor) -> Tensor:
-    """Take values at computed places."""
+    """Sample at the coordinates of a grid."""
     mode = call.attribute("mode", "bilinear")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     if mode == "bicubic" and x.ndim != 4:
@@ -325,13 +325,13 @@ def grid_sample(call: NodeCall, x: Tensor, grid: Tensor) -> Tensor:
 
 @operator("Col2Im")
 def col2im(call: NodeCall, x: Tensor, image: Operand, block: Operand) -> Tensor:
-    """Add up blocks."""
+    """Sum overlapping blocks into an image."""
     sizes, kernel = call.ints(image), call.ints(block)
     if len(sizes) != 2:
-        raise Unsupported("torch adds up only blocks with two axes")
+        raise Unsupported("torch sums only blocks with two axes")
     pads = call.attribute("pads") or [0] * 4
     strides, dilations = (call.attribute(name) or [1, 1] for name in ("strides", "dilations"))
     wide = [size + before + after for size, before, after in zip(sizes, pads[:2], pads[2:], strict=True)]
-    fold: Any = F.fold  # whose annotations leave out lists
+    fold: Any = F.fold  # its annotations omit lists
     folded: Tensor = fold(x, wide, kernel, dilations, 0, strides)
     return folded.narrow(2, pads[0], sizes[0]).narrow(3, pads[1], sizes[1])

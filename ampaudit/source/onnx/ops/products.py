@@ -1,4 +1,4 @@
-"""Matrix products and convolutions."""
+"""Matrix products, convolutions, quantization, attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ampaudit.source.onnx.files import unpacked
-from ampaudit.source.onnx.ops.elementwise import PLAIN, WITH_ALPHA, cast_tensor, named_dtype
+from ampaudit.source.onnx.ops.elementwise import PLAIN, WITH_ALPHA, cast_tensor, dtype_attribute
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 
-_UNDERSTOOD = set(
+_SUPPORTED_ATTRIBUTES = set(
     "is_causal kv_num_heads q_num_heads scale softcap softmax_precision qk_matmul_output_mode".split()
 )
-_USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+_DEFAULT_ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 _GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}  # torch's order, as positions in ONNX
 _ACTIVATIONS = ("Relu", "Tanh", "Sigmoid", "Softsign", "Softplus")
 _ACTIVATIONS_WITH_ALPHA = ("LeakyRelu", "Elu")
@@ -26,7 +26,7 @@ _ACTIVATIONS_WITH_ALPHA = ("LeakyRelu", "Elu")
 
 @operator("Gemm")
 def gemm(call: NodeCall, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """Multiply two matrices, and add a third; a layer's weights are those of torch's linear."""
+    """Multiply two matrices and add a third; the form of a linear layer becomes torch's linear."""
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
     left, right = (call.attribute(name, 0) for name in ("transA", "transB"))
     if alpha == beta == 1 and right and not left and (c is None or c.ndim == 1):
@@ -40,13 +40,13 @@ def gemm(call: NodeCall, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tenso
 
 @operator("Einsum")
 def einsum(call: NodeCall, *values: Tensor) -> Tensor:
-    """Sum products over indices."""
+    """Evaluate a product in Einstein notation."""
     return torch.einsum(str(call.attribute("equation")), *values)
 
 
 @operator("Conv")
 def conv(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Convolve."""
+    """Apply a convolution."""
     rank = x.ndim - 2
     strides, dilations = call.attribute("strides") or [1] * rank, call.attribute("dilations") or [1] * rank
     pads = pads_of(call, list(x.shape[2:]), list(weight.shape[2:]), strides, dilations)
@@ -58,14 +58,14 @@ def conv(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def last_axis_first(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Return widths before and after each axis in the order that torch pads them."""
+    """Return the padding before and after each axis in torch's order, which begins with the last axis."""
     return [width for pair in list(zip(before, after, strict=True))[::-1] for width in pair]
 
 
 def pads_of(
     call: NodeCall, sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]
 ) -> list[int]:
-    """Return the widths before and after each axis."""
+    """Return the padding before each axis, then that after each axis."""
     how = call.attribute("auto_pad", "NOTSET")
     if how in ("NOTSET", "VALID"):
         pads: list[int] | None = call.attribute("pads") if how == "NOTSET" else None
@@ -113,7 +113,7 @@ def conv_transpose(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 @operator("FusedMatMul", domain="com.microsoft")
 def fused_matmul(call: NodeCall, a: Tensor, b: Tensor) -> Any:
-    """Multiply matrices that may be transposed, and a number."""
+    """Multiply matrices, which may be transposed, and scale the product."""
     if call.attribute("transBatchA", 0) or call.attribute("transBatchB", 0):
         raise Unsupported("its batches are transposed")
     first = a.mT if call.attribute("transA", 0) else a
@@ -137,8 +137,8 @@ def _along(call: NodeCall, part: Tensor, tensor: Tensor) -> Tensor:
 @operator("QuantizeLinear")
 def quantize(call: NodeCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Any:
     """Divide, round and clamp."""
-    call.refuse_few_bits(2)
-    dtype = zero.dtype if zero is not None else named_dtype(call, "output_dtype", torch.uint8)
+    call.reject_sub_byte_type(2)
+    dtype = zero.dtype if zero is not None else dtype_attribute(call, "output_dtype", torch.uint8)
     quotient = x / _along(call, scale, x).to(x.dtype)
     if dtype.is_floating_point:
         return cast_tensor(call, quotient, dtype)
@@ -156,7 +156,7 @@ def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 @operator("DequantizeLinear")
 def dequantize(call: NodeCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Any:
     """Subtract the zero point and multiply."""
-    dtype = named_dtype(call, "output_dtype", scale.dtype)
+    dtype = dtype_attribute(call, "output_dtype", scale.dtype)
     wide = x.to(scale.dtype)
     if zero is not None:
         wide = wide - _along(call, zero, x).to(scale.dtype)
@@ -200,7 +200,7 @@ def matmul_n_bits(
     groups: Operand = None,
     bias: Tensor | None = None,
 ) -> Any:
-    """Multiply by a matrix of numbers with few bits, which is converted first."""
+    """Multiply by a matrix of integers with few bits, which is dequantized first."""
     rows, columns, size = call.attribute("N"), call.attribute("K"), call.attribute("block_size")
     bits = call.attribute("bits", 4)
     if groups is not None or bits not in (2, 4, 8):
@@ -228,32 +228,32 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Operand = None,
 ) -> Any:
-    """Attend; the standard's function covers what torch's op has no argument for."""
-    others = set(call.node.attributes) - _UNDERSTOOD
+    """Compute attention; the standard's function covers arguments that torch's op lacks."""
+    others = set(call.node.attributes) - _SUPPORTED_ATTRIBUTES
     if others or call.attribute("softcap", 0.0) or call.is_read(3) or lengths is not None:
         raise Unsupported("torch's attention has no such argument")
     heads = [call.attribute(name) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
-    query, key, value = (_by_head(t, n) for t, n in zip((q, k, v), heads, strict=True))
-    key, value = _after(past_key, key), _after(past_value, value)
+    query, key, value = (_split_heads(t, n) for t, n in zip((q, k, v), heads, strict=True))
+    key, value = _with_past(past_key, key), _with_past(past_value, value)
     before = key.shape[2] - query.shape[2] if past_key is not None else 0
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise Unsupported("its mask is shorter than the keys")
     result = _attend(call, query, key, value, mask, bool(call.attribute("is_causal", 0)), before)
-    return (_flat(result) if q.ndim == 3 else result), key, value
+    return (_merge_heads(result) if q.ndim == 3 else result), key, value
 
 
-def _by_head(tensor: Tensor, heads: int | None) -> Tensor:
+def _split_heads(tensor: Tensor, heads: int | None) -> Tensor:
     """Return a tensor with heads before the sequence."""
     if tensor.ndim == 4 or heads is None:
         return tensor
     return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _merge_heads(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(2)
 
 
-def _after(past: Tensor | None, tensor: Tensor) -> Tensor:
+def _with_past(past: Tensor | None, tensor: Tensor) -> Tensor:
     return tensor if past is None else torch.cat([past, tensor], 2)
 
 
@@ -266,7 +266,7 @@ def _attend(
     causal: bool,
     before: int,
 ) -> Tensor:
-    """Attend; ``before`` is the number of keys before the first query."""
+    """Compute attention; ``before`` is the number of keys before the first query."""
     grouped = query.shape[1] != key.shape[1]
     scale = call.attribute("scale") or None
     if causal and (mask is not None or before):
@@ -294,7 +294,7 @@ def multi_head_attention(
     past_value: Tensor | None = None,
     *others: Operand,
 ) -> Any:
-    """Attend with tensors not yet split into heads."""
+    """Compute attention on tensors that are not yet split into heads."""
     if k is None or v is None or q.ndim != 3 or any(other is not None for other in others):
         raise Unsupported("its tensors are packed")
     heads, tensors = call.attribute("num_heads"), [q, k, v]
@@ -305,12 +305,12 @@ def multi_head_attention(
             t + (part if t.ndim == 3 else part.reshape(heads, 1, -1))
             for t, part in zip(tensors, parts, strict=True)
         ]
-    query, key, value = (_by_head(t, heads) for t in tensors)
-    key, value = _after(past_key, key), _after(past_value, value)
+    query, key, value = (_split_heads(t, heads) for t in tensors)
+    key, value = _with_past(past_key, key), _with_past(past_value, value)
     mask = _mask_of(padding, attention_bias, key.shape[2])
     causal = bool(call.attribute("unidirectional", 0))
     result = _attend(call, query, key, value, mask, causal, key.shape[2] - query.shape[2])
-    return _flat(result), key, value
+    return _merge_heads(result), key, value
 
 
 @operator("Attention", domain="com.microsoft")
@@ -324,7 +324,7 @@ def packed_attention(
     attention_bias: Tensor | None = None,
     *others: Operand,
 ) -> Any:
-    """Compute queries, keys and values in one product, and attend."""
+    """Compute queries, keys and values in one product, then attention."""
     if past is not None or call.attribute("do_rotary", 0) or any(other is not None for other in others):
         raise Unsupported("it has a cache")
     product = F.linear(x, weights.T, bias)
@@ -340,7 +340,7 @@ def _mask_of(mask: Tensor | None, bias: Tensor | None, length: int) -> Tensor | 
     if mask.ndim == 1 and mask.shape[0] != length:
         mask = torch.arange(length) < mask.unsqueeze(-1)
     if mask.ndim not in (2, 3) or mask.shape[-1] != length:
-        raise Unsupported("its mask has a shape of its own")
+        raise Unsupported(f"its mask has the shape {list(mask.shape)}")
     visible = mask.bool()[:, None, None] if mask.ndim == 2 else mask.bool()[:, None]
     return visible if bias is None else bias.masked_fill(~visible, -math.inf)
 
@@ -365,12 +365,12 @@ def recurrent(
     shape = [directions, tensor.shape[1], hidden]
     states = [_start(state, shape, tensor, by_batch) for state in (h, c)]
     rows = len(_GATES[call.node.op_type]) * hidden
-    _refuse_sizes("W", weights, [directions, rows, tensor.shape[2]])
-    _refuse_sizes("R", recurrence, [directions, rows, hidden])
+    _check_sizes("W", weights, [directions, rows, tensor.shape[2]])
+    _check_sizes("R", recurrence, [directions, rows, hidden])
     if bias is not None:
-        _refuse_sizes("B", bias, [directions, 2 * rows])
+        _check_sizes("B", bias, [directions, 2 * rows])
     for state in states:
-        _refuse_sizes("an initial state", state, shape)
+        _check_sizes("an initial state", state, shape)
     layer = call, tensor, weights, recurrence, bias, states if call.node.op_type == "LSTM" else states[:1]
     if isinstance(lengths, Known) and set(lengths.items()) == {steps}:
         lengths = None
@@ -383,8 +383,8 @@ def recurrent(
     return (sequence, *last)
 
 
-def _refuse_sizes(what: str, tensor: Tensor, shape: list[int]) -> None:
-    """Refuse what does not fit, because torch's LSTM would read and write beyond its end."""
+def _check_sizes(what: str, tensor: Tensor, shape: list[int]) -> None:
+    """Check a shape, because torch's LSTM would read and write beyond the end of a smaller tensor."""
     if list(tensor.shape) != shape:
         raise RuntimeError(f"{what} has the sizes {list(tensor.shape)} and should have {shape}")
 
@@ -403,11 +403,11 @@ def _fused(
     bias: Tensor | None,
     states: list[Tensor],
 ) -> list[Tensor] | None:
-    """Run torch's layer; ``None`` if it does not compute the same."""
+    """Run torch's layer; ``None`` if it does not compute the same function."""
     name, directions = call.node.op_type, weights.shape[0]
-    names = call.attribute("activations") or _USUAL[name] * directions
+    names = call.attribute("activations") or _DEFAULT_ACTIVATIONS[name] * directions
     relu = name == "RNN" and set(names) == {"Relu"}
-    usual = names == _USUAL[name] * directions or relu
+    usual = names == _DEFAULT_ACTIVATIONS[name] * directions or relu
     after = name != "GRU" or call.attribute("linear_before_reset", 0)
     if not usual or not after or call.attribute("clip") is not None or call.attribute("input_forget", 0):
         return None
@@ -480,7 +480,7 @@ def _reversed(tensor: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _activations(call: NodeCall, direction: int, directions: int) -> list[Callable[..., Any]]:
-    usual = _USUAL[call.node.op_type]
+    usual = _DEFAULT_ACTIVATIONS[call.node.op_type]
     names = call.attribute("activations") or usual * directions
     names = names[direction * len(usual) : (direction + 1) * len(usual)]
     alphas = call.attribute("activation_alpha") or []

@@ -48,7 +48,7 @@ def reduce(call: NodeCall, tensor: Tensor, axes: Operand = None) -> Tensor:
 
 
 def _empty_extreme(tensor: Tensor, axes: list[int], keep: bool, largest: bool) -> Tensor:
-    """Return the identity of the operation for each element of the result."""
+    """Return the maximum or minimum of no elements: the identity of the operation."""
     sizes = torch.empty(tensor.shape, device="meta").sum(axes, keep).shape
     if tensor.is_floating_point():
         return tensor.new_full(sizes, -math.inf if largest else math.inf)
@@ -77,7 +77,7 @@ def softmax(call: NodeCall, x: Tensor) -> Tensor:
 
 @operator("ArgMax", "ArgMin")
 def arg(call: NodeCall, x: Tensor) -> Tensor:
-    """Return the index of the extreme along an axis."""
+    """Return the index of the maximum or minimum along an axis."""
     function = torch.argmax if call.node.op_type == "ArgMax" else torch.argmin
     axis, keep = call.attribute("axis", 0), bool(call.attribute("keepdims", 1))
     if not call.attribute("select_last_index", 0):
@@ -95,8 +95,8 @@ def topk(call: NodeCall, x: Tensor, k: Operand = None) -> Any:
 
 
 @operator("CumSum", "CumProd")
-def cumulated(call: NodeCall, x: Tensor, axis: Operand) -> Tensor:
-    """Add up or multiply along an axis."""
+def cumulate(call: NodeCall, x: Tensor, axis: Operand) -> Tensor:
+    """Compute the cumulative sum or product along an axis."""
     dim, adds, back = int(call.number(axis)), call.node.op_type == "CumSum", call.attribute("reverse", 0)
     x = x.flip(dim) if back else x
     result = (torch.cumsum if adds else torch.cumprod)(x, dim, dtype=_sum_dtype(x))
@@ -108,7 +108,7 @@ def cumulated(call: NodeCall, x: Tensor, axis: Operand) -> Tensor:
 
 @operator("DFT")
 def dft(call: NodeCall, x: Tensor, length: Operand = None, axis: Operand = None) -> Any:
-    """Transform a real or complex signal."""
+    """Compute the Fourier transform of a real or complex signal."""
     one_sided, signal = bool(call.attribute("onesided", 0)), _signal(x)
     dim = call.attribute("axis", 1) if call.version < 20 else -2 if axis is None else int(call.number(axis))
     dim = dim % x.ndim
@@ -121,13 +121,13 @@ def dft(call: NodeCall, x: Tensor, length: Operand = None, axis: Operand = None)
 
 
 def _signal(parts: Tensor) -> Tensor:
-    """Return the signal whose last axis holds its real, and perhaps its imaginary part."""
+    """Return the signal whose parts the last axis holds: the real one, or the real and imaginary ones."""
     return parts.squeeze(-1) if parts.shape[-1] == 1 else torch.view_as_complex(parts.contiguous())
 
 
 @operator("STFT")
 def stft(call: NodeCall, x: Tensor, step: Operand, window: Operand = None, length: Operand = None) -> Tensor:
-    """Transform windows of a signal."""
+    """Compute the Fourier transforms of the windows of a signal."""
     size = int(call.number(length)) if length is not None else call.tensor(window).shape[0]
     frames = _signal(x).unfold(1, size, int(call.number(step)))
     frames = frames if window is None else frames * call.tensor(window)
@@ -137,7 +137,7 @@ def stft(call: NodeCall, x: Tensor, step: Operand, window: Operand = None, lengt
 
 @operator("LayerNormalization")
 def layer_norm(call: NodeCall, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
-    """Normalize over the last axes; the statistics, if they are used, are computed in float32."""
+    """Normalize over the last axes; if the statistics are read, they are computed in float32."""
     axis, eps = call.attribute("axis", -1) % x.ndim, _epsilon(call)
     shape = list(x.shape[axis:])
     weight, shift = _spread(scale, shape), None if bias is None else _spread(bias, shape)
@@ -189,7 +189,7 @@ def _rms_norm(call: NodeCall, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _spread(tensor: Tensor, shape: list[int]) -> Tensor:
-    """Expand a tensor to a shape; one of that shape adds no op beside the norm."""
+    """Expand a tensor to a shape, without an op if it has that shape."""
     return tensor if list(tensor.shape) == shape else tensor.expand(shape)
 
 
@@ -234,7 +234,7 @@ def lp_norm(call: NodeCall, x: Tensor) -> Tensor:
 
 @operator("LRN")
 def local_response_norm(call: NodeCall, x: Tensor) -> Tensor:
-    """Divide by a power of the sum of squares of near channels."""
+    """Divide by a power of the sum of squares of neighboring channels."""
     size = call.attribute("size")
     pads = [0, 0] * (x.ndim - 2) + [(size - 1) // 2, size // 2]
     near = torch.constant_pad_nd(x * x, pads).unfold(1, size, 1).sum(-1)

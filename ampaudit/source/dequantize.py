@@ -1,7 +1,7 @@
 """Replaces layers with quantized weights by plain layers with float32 weights.
 
-Both runs then compute with the dequantized values, so that the audit covers the 16-bit arithmetic around
-the quantized layers. Layers are recognized by class and package, which is never imported.
+Both runs then compute with the dequantized values, so the audit covers the 16-bit arithmetic around the
+quantized layers. Layers are recognized by the names of their class and package; no package is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import structural_copy
 
 _BLOCK = 128  # of fine-grained fp8, unless a layer names its own
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of a word's values, as AutoAWQ interleaves them
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ interleaves the values of a word
 _TORCH_AO_LAYERS_PACKAGES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 # layers that have the same attributes as their float counterparts
 _SAME = {
@@ -52,10 +52,10 @@ _PLAIN_TENSORS = (FakeTensor, DTensor)
 # GPTQ and AWQ layers that keep the order of the file; the kernels of others reorder weights
 _FILE_ORDER = {"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2QuantLinear"}
 _FILE_ORDER_AWQ = {"AwqTorchLinear", "AwqGEMMLinear", "AwqGEMVLinear", "WQLinear_GEMM", "WQLinear_GEMV"}
-# attributes by which Transformers knows a quantized model, whose half() it refuses
+# attributes by which Transformers recognizes a quantized model, and rejects its half()
 _MARKS = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit")
 _REORDERING = ("exllama", "marlin", "qigen", "hpu")
-_Plain = tuple[str, nn.Module | dict[int, Any]]
+_Plain = tuple[str, nn.Module | dict[int, Any]]  # format, and the plain layer or its weights by id
 
 
 def with_plain_weights(source: ModelSource) -> ModelSource:
@@ -64,7 +64,7 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
     The model itself is not changed: a copy shares the other weights.
 
     Raises:
-        SourceError: A layer cannot be dequantized, for example because only its kernel knows their order.
+        SourceError: A layer cannot be dequantized, for example because its kernel reorders the weights.
     """
     model, formats = source.model, Counter[str]()
     replaced: dict[int, Any] = {}
@@ -87,22 +87,22 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
             formats["torch.quantized" if tensor.is_quantized else type(tensor).__name__] += 1
             is_parameter = isinstance(tensor, nn.Parameter)
             replaced[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
-    if not replaced and not any(map(rebased, model.modules())):
+    if not replaced and not any(map(float_class, model.modules())):
         return source
     shared = {id(tensor): tensor for tensor in named_tensors(model).values()}
     copied = structural_copy(model, {**shared, **replaced})
     for module in copied.modules():
-        module.__class__ = rebased(module) or type(module)
+        module.__class__ = float_class(module) or type(module)
         for name in _MARKS:
             vars(module).pop(name, None)
         if type(module).__name__ == "FP8Experts":
             vars(module)["config"]._experts_implementation = "eager"  # other implementations call kernels
-    notes = tuple(dequantized_note(kind, count) for kind, count in formats.items() if count)
+    notes = tuple(note_on_dequantized(kind, count) for kind, count in formats.items() if count)
     return replace(source, model=copied, notes=(*source.notes, *notes))
 
 
 def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by name, without the submodules of replaced ones."""
+    """Yield modules by name, except those inside a replaced module."""
     inside: str | None = None
     for path, module in model.named_modules():
         if inside is None or not path.startswith(inside):
@@ -110,8 +110,8 @@ def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[
             inside = (path and f"{path}.") if id(module) in replaced else None
 
 
-def dequantized_note(kind: str, count: int) -> str:
-    """Return a note about dequantized layers and what the audit does not cover."""
+def note_on_dequantized(kind: str, count: int) -> str:
+    """Return a note on dequantized layers and on what the audit does not cover."""
     what = f"{plural(count, 'layer')} with {describe(kind)} weights"
     return f"{what}: dequantized for both runs; what their quantized kernels compute is not audited"
 
@@ -135,12 +135,12 @@ def _plain_layer(module: nn.Module, name: str) -> _Plain | None:
     """
     for base in type(module).__mro__:
         package = base.__module__.partition(".")[0]
-        find = _PACKAGES.get(package)
-        if find is None:
+        dequantize = _PACKAGES.get(package)
+        if dequantize is None:
             continue
         try:
             with torch.no_grad():
-                plain = find(module, base)
+                plain = dequantize(module, base)
         except (ValueError, AttributeError, RuntimeError, IndexError) as error:
             raise _layer_error(module, name, f"holds weights that cannot be dequantized: {error}") from error
         if plain is None:
@@ -181,7 +181,7 @@ def _bitsandbytes(module: Any, base: type) -> _Plain | None:
         state = next((holder for holder in holders if getattr(holder, "CB", None) is not None), None)
         if state is None:
             return None
-        # 127 stands for the row's largest magnitude
+        # the code 127 is the row's largest magnitude
         kind, weight = "bitsandbytes int8", state.CB.float() * (state.SCB.float() / 127).reshape(-1, 1)
     else:
         return None
@@ -192,7 +192,7 @@ def _bitsandbytes(module: Any, base: type) -> _Plain | None:
 
 
 def _gptq(module: Any, base: type) -> _Plain | None:
-    """Dequantize layers of AutoGPTQ, GPTQModel and AutoAWQ whose kernels keep the order."""
+    """Dequantize layers of AutoGPTQ, GPTQModel and AutoAWQ whose kernels keep the order of the weights."""
     if not hasattr(module, "qweight") or "forward" not in vars(base):
         return None
     if base.__name__ in _FILE_ORDER_AWQ:
@@ -245,7 +245,7 @@ def _compressed(module: Any, base: type) -> _Plain | None:
 
 
 def _of_columns(module: Any, groups: Any) -> Any:
-    """Return the scales or zeros per column, if the module orders its columns by activations."""
+    """Expand scales or zeros to one per column if the module orders its columns by activations."""
     order = getattr(module, "weight_g_idx", None)
     if groups is None or order is None or groups.dim() != 2 or groups.shape[1] == 1 or (order < 0).any():
         return groups
@@ -282,7 +282,7 @@ _PACKAGES: Mapping[str, Callable[[Any, type], _Plain | None]] = {
 }
 
 
-def rebased(module: nn.Module) -> type[nn.Module] | None:
+def float_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the float class with the same attributes, if there is one."""
     kind = type(module)
     if not kind.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES):
@@ -299,12 +299,12 @@ def plain_torch_ao(module: Any, base: type) -> tuple[str, nn.Module] | None:
     """Return the format of a quantized torch.ao layer and its float layer; ``None`` for other layers.
 
     Raises:
-        ValueError: The kind of layer has no float counterpart here.
+        ValueError: The layer has no float counterpart.
     """
     if (
         not base.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES)
         or "forward" not in vars(base)
-        or rebased(module) is not None
+        or float_class(module) is not None
     ):
         return None
     name, where = base.__name__, "dynamically" if "dynamic" in base.__module__ else "statically"
@@ -323,7 +323,7 @@ def plain_torch_ao(module: Any, base: type) -> tuple[str, nn.Module] | None:
     if activation is not None:
         return kind, nn.Sequential(_float_layer(module, activation[0]), activation[1](module))
     if name not in _SETTINGS:
-        raise ValueError("no plain layer does the same")
+        raise ValueError("the layer has no float counterpart")
     return kind, _float_layer(module, name)
 
 
@@ -361,7 +361,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack integers of any width along the first axis from words of int32, the lowest bits first.
+    """Unpack integers of any number of bits from int32 words along the first axis, the lowest bits first.
 
     A value may span two words.
     """
@@ -375,11 +375,11 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 def scaled(
     values: Tensor, scale: Tensor, block: tuple[int, ...] | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Multiply codes of any dtype by their scales, given per tensor, row, column group or block.
+    """Multiply codes of any dtype by their scales: one per tensor, row, group of columns or block.
 
-    ``block`` is the size along the last axes of the blocks with one scale each; the last may be partial.
-    Without it, the shape of the scales tells which values each applies to. Zero points, which are subtracted
-    first, have that shape as well.
+    ``block`` is the size of a block along the last axes; the last block may be partial. Without it, the shape
+    of the scales determines to which codes each applies. Zero points are subtracted first, and have the shape
+    of the scales.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -406,7 +406,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> 
 
 
 def _widths(counts: torch.Size, shape: torch.Size) -> list[int]:
-    """Return the size along each axis of the blocks with one scale each."""
+    """Return the size of a block along each axis, from the number of scales along it."""
     return [
         _BLOCK if count not in (1, size) and count == -(-size // _BLOCK) else max(1, size // max(1, count))
         for count, size in zip(counts, shape, strict=False)
@@ -414,10 +414,10 @@ def _widths(counts: torch.Size, shape: torch.Size) -> list[int]:
 
 
 def bitsandbytes_4bit(data: Tensor, state: Any) -> Tensor:
-    """Look up each nibble, the high one first, and multiply by its block's largest magnitude.
+    """Look up each nibble, the high one first, and multiply by the largest magnitude of its block.
 
-    The magnitudes may themselves be quantized to 8 bits about their mean (``nested``). A run on a CPU with
-    bfloat16 instructions leaves the codes in blocks of 32 rows.
+    The magnitudes may themselves be quantized to 8 bits about their mean (``nested``). After a run on a CPU
+    with bfloat16 instructions, the codes are packed in blocks of 32 rows.
     """
     if getattr(state, "packing_format_for_cpu", False):
         rows, half = data.shape
@@ -444,8 +444,8 @@ def _blocks(values: Tensor, peaks: Tensor, size: int) -> Tensor:
 def gptq(layer: Any, *, less_one: bool) -> Tensor:
     """Return the weight of a GPTQ layer: (code - zero) * scale, with zero and scale per group of inputs.
 
-    ``g_idx`` is there if inputs are reordered. With ``less_one``, zeros are stored minus one; they wrap
-    around, except for 3 bits.
+    A layer that reorders its inputs has their groups in ``g_idx``. With ``less_one``, zeros are stored minus
+    one; they wrap around, except for 3 bits.
     """
     bits, (groups, outputs) = layer.bits, layer.scales.shape
     inputs = layer.qweight.shape[0] * 32 // bits

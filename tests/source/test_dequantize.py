@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ampaudit
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.errors import SourceError
-from ampaudit.source.stored_weights import awq, gptq, scaled, unpack, with_plain_weights
+from ampaudit.source.dequantize import awq, gptq, scaled, unpack, with_plain_weights
 
 ROWS, COLUMNS = 96, 128
 

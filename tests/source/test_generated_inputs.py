@@ -22,7 +22,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.render import OUTPUT_FORMATS, as_file, for_terminal
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, sounds
+from ampaudit.source.generated_inputs import GeneratedInputs, InputRequest, check_ids, generate_inputs, sounds
 from ampaudit.source.open import open_source
 from ampaudit.views.verdict import verdict_words
 from tests.support.processors import TEXT, VISION, VOCABULARY, bert, clip, image_processor, tokenizer, whisper
@@ -31,13 +31,13 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
-def made(model: Any, folder: Path, *parts: Any, batches: int | None = None, **files: Path) -> MadeInputs:
+def made(model: Any, folder: Path, *parts: Any, batches: int | None = None, **files: Path) -> GeneratedInputs:
     """Save a model's configuration and parts, and make its inputs of them."""
     model.config.save_pretrained(folder)
     for part in parts:
         part.save_pretrained(folder)
     given = {kind: str(path) for kind, path in files.items()}
-    found = make_inputs(model, InputRequest(files=given, batches=batches, seed=0), folder)
+    found = generate_inputs(model, InputRequest(files=given, batches=batches, seed=0), folder)
     with torch.no_grad():
         for batch in found["batches"]:
             model(**batch)
@@ -179,7 +179,7 @@ def test_two_towers_get_both_kinds(tmp_path: Path) -> None:
     found = made(clip(), tmp_path / "none")
     assert found["origin"] == "random"
     assert found["detail"] == (
-        "random input_ids, attention_mask, pixel_values: no tokenizer or processor lies beside the model"
+        "random input_ids, attention_mask, pixel_values: no tokenizer or processor in the model's directory"
     )
 
 

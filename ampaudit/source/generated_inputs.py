@@ -34,7 +34,7 @@ from ampaudit.source.processor import (
     check_sizes,
     first_setting,
     input_sizes,
-    longest_text,
+    max_tokens,
     needed_inputs,
     part_with,
     placeholders,
@@ -44,9 +44,9 @@ from ampaudit.source.processor import (
 from ampaudit.trace.fake_model import without_data
 from ampaudit.trace.opnames import written_values
 
-_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_DATA_DEPENDENT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _aten = torch.ops.aten
-_USUAL = 224  # pixels; some models take images of any size up to a large one
+_USUAL_SIDE = 224  # pixels; some models take images of any size up to a large one
 _MAX_TILES = 5  # of an image: 2 x 2 and the whole
 _SIDE = 12  # patches; divisible by merge factors 2, 3 and 4
 _PATCHES = {"image_grid_thw", "image_grid_hw", "image_position_ids", "spatial_shapes"}
@@ -260,7 +260,7 @@ class InputRequest(TypedDict):
     seed: int
 
 
-class MadeInputs(TypedDict):
+class GeneratedInputs(TypedDict):
     """Batches of inputs, their origin, and a description of it."""
 
     batches: list[dict[str, Tensor]]
@@ -268,7 +268,9 @@ class MadeInputs(TypedDict):
     detail: str
 
 
-def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool = False) -> MadeInputs:
+def generate_inputs(
+    model: Any, request: InputRequest, folder: Path, *, trust: bool = False
+) -> GeneratedInputs:
     """Generate batches of inputs for a model of Transformers, on any device.
 
     The folder holds ``config.json`` and the processor's files; with ``trust``, its code may run.
@@ -296,10 +298,12 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
             if request["files"]:
                 raise InputError(problem, hint=OWN_INPUTS) from error
     batches, _ = _fuse_all(model, [_complete(model, {}) for _ in range(request["batches"] or 1)])
-    return MadeInputs(batches=batches, origin="random", detail=f"random {', '.join(batches[0])}: {problem}")
+    return GeneratedInputs(
+        batches=batches, origin="random", detail=f"random {', '.join(batches[0])}: {problem}"
+    )
 
 
-def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInputs:
+def _process(model: Any, processor: Processor, request: InputRequest) -> GeneratedInputs:
     samples = {kind: _samples(processor, kind, request) for kind in KINDS if kind in processor.parts}
     total = max((sample_set.total or 0 for sample_set in samples.values()), default=0)
     rows, batches = min(_ROWS[kind] for kind in samples), request["batches"] or 1
@@ -317,12 +321,12 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
     templated = samples.get("text", _NOTHING).total is None and processor.has_chat_template()
     how = " in the chat template" if chat or templated else ""
     try:
-        encoded = processor.encoded(columns, rows, chat=chat or templated)
+        encoded = processor.encode(columns, rows, chat=chat or templated)
     except Exception as error:
         if chat or not templated or type(error).__name__ == "SecurityError":  # of Jinja
             raise
         how = " without the chat template, which fails"  # some take only what has a picture, or tools
-        encoded = processor.encoded(columns, rows, chat=False)
+        encoded = processor.encode(columns, rows, chat=False)
     completed, further = _fuse_all(model, [_complete(model, tensors) for tensors in encoded])
     added = [name for name in needed_inputs(model) if name not in encoded[0]]
     added += [fusion.name for fusion in further if fusion.name not in (*encoded[0], *added)]
@@ -333,7 +337,7 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
     words += [f"random {', '.join(added)}"] if added else []
     built_in = any(sample_set.total is None for sample_set in samples.values())
     origin: Literal["file", "sample", "random"] = "random" if added else "sample" if built_in else "file"
-    return MadeInputs(batches=completed, origin=origin, detail="; ".join(words))
+    return GeneratedInputs(batches=completed, origin=origin, detail="; ".join(words))
 
 
 _NOTHING = SampleSet((), 0)
@@ -382,7 +386,7 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
     """Read the batches that a sandbox has written.
 
     Raises:
-        InputError: The file holds something that ``make_inputs`` never returns.
+        InputError: The file holds something that ``generate_inputs`` never returns.
     """
     batches: dict[int, dict[str, Tensor]] = {}
     for key, tensor in map_checkpoint(file).tensors.items():
@@ -399,7 +403,7 @@ def resize_batches(
 ) -> tuple[Batch, ...]:
     """Resize batches: repeat or truncate rows to ``batch``, and tokens or audio samples to ``length``.
 
-    Tokens up to the last of the ``special`` ones, the placeholders, stay unchanged.
+    Tokens up to the last of the ``special`` ones, which are placeholders, stay unchanged.
 
     Raises:
         UsageError: The inputs have no such axis, or the length leaves no room for text after an image.
@@ -418,7 +422,7 @@ def resize_batches(
     for batch in batches:
         tensors = dict(batch)
         rows = len(next(batch[name] for name in (*_SEQUENCES, *batch) if name in batch))
-        fixed = _fixed(batch, special)
+        fixed = _prefix_length(batch, special)
         for name, tensor in batch.items():
             if "length" in sizes and name in names:
                 start = fixed if name in _WITH_PLACEHOLDERS else 0
@@ -430,8 +434,8 @@ def resize_batches(
     return tuple(resized)
 
 
-def _fixed(batch: Mapping[str, Tensor], special: Sequence[int]) -> int:
-    """Return the number of tokens up to the last placeholder."""
+def _prefix_length(batch: Mapping[str, Tensor], special: Sequence[int]) -> int:
+    """Return the number of tokens up to and including the last placeholder."""
     ids = batch.get("input_ids", torch.empty(0, 0, dtype=torch.int64))
     places = torch.isin(ids, torch.tensor(special, dtype=torch.int64)).nonzero()
     return int(places[:, -1].max()) + 1 if len(places) else 0
@@ -473,14 +477,14 @@ def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Random inputs of a modality, the main one and others, and the placeholders for their features."""
+    """The inputs of a modality, and the placeholder tokens that its features replace in the text."""
 
-    name: str
-    sizes: tuple[int, ...]  # of the main input; empty if the batches contain it
-    others: Mapping[str, Tensor]
+    name: str  # of the main input
+    sizes: tuple[int, ...]  # of the main input, which is random; empty if the batches contain it
+    others: Mapping[str, Tensor]  # further inputs by name
     token: int  # id of a placeholder
     kind: int  # value of the placeholders in ``mm_token_type_ids``
-    longest: int | None  # number of tokens in a row
+    max_tokens: int | None  # limit of a row
     count: int = 0  # of placeholders in each row
 
 
@@ -503,7 +507,7 @@ def find_fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
     """Return the modalities that can be added to batches like this one.
 
     Configurations do not say how many placeholders an image takes. So a copy of the model without weights
-    computes the features, counts them, and runs until they are merged into the text embeddings.
+    computes the features, which are counted, and runs until they are merged into the text embeddings.
     """
     parameters, additions = inspect.signature(model.forward).parameters.keys(), list[Fusion]()
     for modality in _MODALITIES:
@@ -526,7 +530,7 @@ def fuse(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
     for name, first in {**firsts, "token_type_ids": 0}.items():
         if name in tensors:
             placeholders = tensors[name].new_full((len(tensors[name]), fusion.count), first)
-            tensors[name] = torch.cat([placeholders, tensors[name]], 1)[:, : fusion.longest]
+            tensors[name] = torch.cat([placeholders, tensors[name]], 1)[:, : fusion.max_tokens]
     return tensors
 
 
@@ -543,12 +547,12 @@ def _accepted_fusion(
     if modality.name not in batch:
         layouts = modality.layouts(model, names, len(batch["input_ids"]))
     with contextlib.suppress(InputError):  # absurd sizes in a configuration
-        longest = longest_text(model.config)
+        limit = max_tokens(model.config)
         for sizes, others in layouts:
             accepted = {name: tensor for name, tensor in others.items() if name in names}
             if "mm_token_type_ids" in parameters and "mm_token_type_ids" not in batch:
                 accepted["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
-            fusion = Fusion(modality.name, sizes, accepted, token, modality.kind, longest)
+            fusion = Fusion(modality.name, sizes, accepted, token, modality.kind, limit)
             with contextlib.suppress(Exception):  # models reject inputs in many ways
                 return _with_token_count(model, method, names, batch, fusion)
     return None
@@ -561,7 +565,10 @@ def _with_token_count(
     batch: Mapping[str, Tensor],
     fusion: Fusion,
 ) -> Fusion:
-    """Set the number of placeholders of a fusion; raises whatever the model raises if it does not fit."""
+    """Set the number of placeholders of a fusion.
+
+    The exceptions of a model that rejects the inputs are passed on.
+    """
     with MetaRun(), torch.no_grad():
         if method is not None:
             arguments = {name: tensor for name, tensor in fuse(batch, fusion).items() if name in names}
@@ -574,7 +581,7 @@ def _with_token_count(
 
 
 class _EmbeddingsReached(Exception):
-    """Raised when the language model is called with the merged embeddings, which it is known to accept."""
+    """Raised when the language model is called with the merged embeddings; the rest of the run is skipped."""
 
 
 @contextlib.contextmanager
@@ -609,14 +616,17 @@ def _pictures(model: Any, names: Collection[str], rows: int) -> _Layouts:
     if _PATCHES & set(names):
         yield from _patches(vision, channels, rows)
         return
-    for h, w in dict.fromkeys([(min(height, _USUAL), min(width, _USUAL)), (height, width)]):
+    for h, w in dict.fromkeys([(min(height, _USUAL_SIDE), min(width, _USUAL_SIDE)), (height, width)]):
         others = {"image_sizes": torch.tensor([[h, w]] * rows)}
         yield (rows, channels, h, w), others
         for tiles in range(1, _MAX_TILES + 1):
             yield (rows, tiles, channels, h, w), others
-        most = first_setting(vision, ("max_num_tiles",), 1)
-        sizes = check_sizes("pixel_values", rows, 1, most, channels, h, w)
-        ratios = {"aspect_ratio_ids": torch.ones(rows, 1), "aspect_ratio_mask": torch.ones(rows, 1, most)}
+        max_tiles = first_setting(vision, ("max_num_tiles",), 1)
+        sizes = check_sizes("pixel_values", rows, 1, max_tiles, channels, h, w)
+        ratios = {
+            "aspect_ratio_ids": torch.ones(rows, 1),
+            "aspect_ratio_mask": torch.ones(rows, 1, max_tiles),
+        }
         yield sizes, {name: tensor.long() for name, tensor in ratios.items()}
 
 
@@ -655,9 +665,9 @@ class ValuesNeeded(Exception):
 
 
 class MetaRun(TorchDispatchMode):
-    """Computes ops on CPU tensors, and only shapes where a ``meta`` tensor takes part.
+    """Computes the values of CPU tensors, and only the shapes of ops on a ``meta`` tensor.
 
-    Code that reads the number of patches, token positions or a mask thus runs.
+    A model without weights thus runs code that reads a number of patches, token positions or a mask.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -667,7 +677,7 @@ class MetaRun(TorchDispatchMode):
             if kwargs.get("device") == torch.device("meta") and func is not _aten.empty.memory_format:
                 kwargs = kwargs | {"device": "cpu"}
             return func(*args, **kwargs)
-        dynamic = any(tag in func.tags for tag in _VALUES)
+        dynamic = any(tag in func.tags for tag in _DATA_DEPENDENT_TAGS)
         if func is _aten.index.Tensor:
             indices = [part for index in args[1] for part in _as_indices(index)]
             args = (args[0], indices)
@@ -677,9 +687,8 @@ class MetaRun(TorchDispatchMode):
             raise ValuesNeeded(str(func))
         if func is _aten.embedding.default and not args[1].is_meta:
             table, rows = args[:2]
-            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(
-                table
-            ):  # as the real kernel
+            # as the real kernel
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
                 raise IndexError(f"row {int(rows.max())} of an embedding with {len(table)}")
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         if "device" in kwargs:
