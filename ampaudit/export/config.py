@@ -70,25 +70,25 @@ class ConvertConfig(PolicyConfig):
     ] = None
 
     def check_output(self, output: Path) -> None:
-        """Raise early for what would fail after a long run.
+        """Check options and output before a long run.
 
         Raises:
             UsageError, OutputError: Options contradict each other, or the output may not be written.
         """
         self.check()
         if self.tune is not None and self.names_policy:
-            raise UsageError("--tune makes a policy", hint="leave out --policy or --tune")
+            raise UsageError("--tune chooses the policy", hint="leave out --policy or --tune")
         check_directory(output, force=self.force, ours=MANIFEST)
         if self.mode == "train" and not self.masters:
-            raise UsageError("--mode train trains the masters", hint="leave out --no-masters")
+            raise UsageError("--mode train needs the masters", hint="leave out --no-masters")
         if self.onnx:
             if not self.program:
-                raise UsageError("--onnx is made from the program", hint="leave out --no-program")
+                raise UsageError("--onnx needs the program", hint="leave out --no-program")
             missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
             if missing:
                 raise UsageError(f"--onnx needs {', '.join(missing)}", hint="pip install 'ampaudit[onnx]'")
         if self.dynamic and not self.program:
-            raise UsageError("--dynamic is about the program", hint="leave out --no-program")
+            raise UsageError("--dynamic needs the program", hint="leave out --no-program")
 
     def loaded(self) -> Self:
         """Return a copy with the policy as a rule set, so that its file is read once."""

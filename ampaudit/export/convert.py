@@ -30,7 +30,7 @@ from ampaudit.core.source_config import CONFIG_FILE, SourceConfig
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import describe, open_regular
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retraced
+from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retrace
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
 from ampaudit.export.manifest import manifest_of, write_manifest, write_table
 from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
@@ -65,13 +65,13 @@ from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.tune import tuned_rules
 
-# files of weights in any format, which are not copied since they would contradict the converted ones
+# weight files of any format; they are not copied, since they would contradict the converted weights
 _WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".ot"),
     *(".tflite", ".data", ".npz", ".mlmodel"),
 }
 _OWN_FILES = {MANIFEST, PLAN, REPORT}
-_MOST_LISTED = 4  # modules that a note names
+_MAX_LISTED = 4  # modules in a note
 
 
 @with_options(ConvertConfig)
@@ -115,7 +115,7 @@ def convert(
         from ampaudit.export.onnx.convert import convert_onnx
 
         return convert_onnx(opened, directory, config, session)
-    shapes = DynamicShapes.read(config.dynamic, opened.model, opened.batches[0])
+    shapes = DynamicShapes.parse(config.dynamic, opened.model, opened.batches[0])
     read_files = (*opened.files, *states_of([config.weights] if config.weights is not None else []))
     audited, rescaling = None, None
     if config.rescale:
@@ -154,7 +154,7 @@ def _refuse(source: ModelSource, config: ConvertConfig) -> None:
 
 
 class _Plan(NamedTuple):
-    """What is written: the audited model with the graph of its program, and the dtype of each weight."""
+    """What to write: the audited model, the graph of its program, and the dtype of each weight."""
 
     source: ModelSource
     audited: Audited
@@ -174,13 +174,13 @@ def _plan(
     rescaling: Rescaling | None,
     shapes: DynamicShapes,
 ) -> _Plan:
-    """Trace open dimensions, if there are any, fold casts into weights, and decide their dtypes."""
+    """Trace again with open dimensions, if any; fold casts into the weights, and decide their dtypes."""
     converted = audited.audit.converted
     refuse_path(converted.traced, "a converted program")
     if config.dynamic:
         batch = shapes.traceable(source.batches[0])
         source = replace(source, batches=(batch,))
-        converted = retraced(source, audited, batch, config, shapes.dimensions())
+        converted = retrace(source, audited, batch, config, shapes.dimensions())
     graph = fold_casts(converted, config.mode)
     storage = graph if config.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(source, config, rescaling)
@@ -189,13 +189,13 @@ def _plan(
 
 
 def _write(plan: _Plan, stage: Path, directory: Path, on_progress: Progress) -> Conversion:
-    """Write everything into a staging directory; ``directory`` is where it will stand."""
+    """Write everything into a staging directory; ``directory`` is its final location."""
     source, audited, config, converted = plan.source, plan.audited, plan.config, plan.converted
     notes = [*source.notes, *converted.traced.notes]
     if source.kind == "huggingface":
         copy_companions(Path(source.location), stage, directory)
         notes += set_dtype(stage, source.model, plan.decisions, config.dtype)
-    notes += plan.rescaling.written(stage, source) if plan.rescaling is not None else ()
+    notes += plan.rescaling.set_attributes(stage, source) if plan.rescaling is not None else ()
     clip = converted.traced.clip
     files = write_weights(
         plan.checkpoint, plan.decisions, stage, masters=config.masters, clip=clip, on_progress=on_progress
@@ -234,8 +234,8 @@ def _write(plan: _Plan, stage: Path, directory: Path, on_progress: Progress) -> 
     )
 
 
-class _Written(NamedTuple):
-    """The written program with its reference outputs; empty without a program."""
+class _ProgramFiles(NamedTuple):
+    """The reference outputs of the written program, and its ONNX form; empty without a program."""
 
     reference: ReferenceOutputs = ReferenceOutputs({}, (), "")
     onnx: ExportedOnnx | None = None
@@ -249,15 +249,15 @@ def _checkpoint(
 ) -> tuple[Checkpoint, dict[str, str]]:
     """Open the checkpoint to convert, and map its names to the model's where they differ.
 
-    Weight files are preferred to the model in memory, so that everything in them is preserved.
+    Weight files are preferred to the model in memory, since they may hold tensors that the model lacks.
     """
     if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
     checkpoint = open_weights(Path(source.location), options.weights)
     if options.weights is not None and not source.model.state_dict().keys() >= checkpoint.entries.keys():
-        return _state_dict_of(source.model), {}  # the model's load_state_dict renamed them
+        return _state_dict_of(source.model), {}  # the model's load_state_dict renames them
     names = model_names(source.model, checkpoint.entries) if options.weights is None else {}
-    return (rescaling.of(checkpoint, names) if rescaling is not None else checkpoint), names
+    return (rescaling.apply(checkpoint, names) if rescaling is not None else checkpoint), names
 
 
 def _state_dict_of(model: nn.Module) -> Checkpoint:
@@ -280,11 +280,11 @@ def _state_dict_of(model: nn.Module) -> Checkpoint:
     return Checkpoint(Path(SINGLE), (InMemory(SINGLE, tensors, metadata),), None, {})
 
 
-def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path) -> _Written:
+def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path) -> _ProgramFiles:
     """Write the program, its reference outputs, and its ONNX form; compare them."""
     source, config, shapes, batch = plan.source, plan.config, plan.shapes, plan.source.batches[0]
     if not config.program:
-        return _Written()
+        return _ProgramFiles()
     names = plan.converted.traced.outputs
     program = export_program(
         plan.graph,
@@ -298,7 +298,7 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
     save_program(program, stage / PROGRAM)
     if source.release is not None:
         note = "its weights were streamed, so the program was written and not run"
-        return _Written(shapes=shapes.described(program, ()), notes=(note,))
+        return _ProgramFiles(shapes=shapes.describe(program, ()), notes=(note,))
     call: ExampleCall = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, config.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
@@ -321,7 +321,7 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
         verified, largest = compare_shapes(program, source, plan.audited, config, shapes, path)
         error = max(error, largest) if error is not None else None
     notes = tuple(text for text in (reference.note, onnx.note if onnx else "") if text)
-    return _Written(reference, onnx, error, shapes.described(program, verified), notes)
+    return _ProgramFiles(reference, onnx, error, shapes.describe(program, verified), notes)
 
 
 def _map_written(
@@ -343,35 +343,38 @@ def _map_written(
 class Rescaling:
     """The changes of ``--rescale``."""
 
-    powers: Mapping[str, int]  # exponents of two, by every name of each weight
-    attributes: tuple[AttributeChange, ...]  # changed numbers of modules
-    notes: tuple[str, ...]  # on the changes, or the reasons for none
+    powers: Mapping[str, int]  # exponent of the factor of two, under all names of each weight
+    attributes: tuple[AttributeChange, ...]  # numbers of modules, such as an eps
+    notes: tuple[str, ...]  # on the changes, or on why there are none
 
-    def of(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-        """Return a checkpoint of original weights with the changes applied."""
-        places = {name: part.label for part in checkpoint.parts for name in part.entries}
+    def apply(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+        """Return the checkpoint of the original weights with these changes."""
+        files = {name: part.label for part in checkpoint.parts for name in part.entries}
 
         def scaled(name: str, piece: torch.Tensor) -> torch.Tensor:
             power = self.powers.get(names.get(name, name), 0)
             product = piece * 2.0**power if power else piece
             if power and not torch.equal(product * 2.0**-power, piece):
-                what = f"{describe(places[name])}: {describe(name)!r} times 2^{power} is not exact"
+                what = f"{describe(files[name])}: {describe(name)!r} times 2^{power} is not exact"
                 raise WeightsError(what, hint="leave out --rescale")
             return product
 
         return replace(checkpoint, parts=tuple(ChangedPart(part, scaled) for part in checkpoint.parts))
 
-    def written(self, directory: Path, source: ModelSource) -> tuple[str, ...]:
-        """Set the numbers in a Hugging Face directory's configuration; return notes for the user."""
+    def set_attributes(self, directory: Path, source: ModelSource) -> tuple[str, ...]:
+        """Set the attributes in the configuration of a Hugging Face directory.
+
+        Returns:
+            Notes for the user, including on the attributes that their code must set.
+        """
         if source.kind == "huggingface" and set_numbers(directory, source.model, self.attributes):
             return self.notes
-        return (*self.notes, *self._numbers())
+        return (*self.notes, *self._attributes_to_set())
 
-    def _numbers(self) -> Iterator[str]:
-        """Describe the numbers that the code that loads the weights must set."""
+    def _attributes_to_set(self) -> Iterator[str]:
         for name, old, new in dict.fromkeys((each.name, each.old, each.new) for each in self.attributes):
             paths = [a.module for a in self.attributes if (a.name, a.old, a.new) == (name, old, new)]
-            where = listed([path or "the top module" for path in paths], _MOST_LISTED)
+            where = listed([path or "the top module" for path in paths], _MAX_LISTED)
             yield f"with these weights, set {name} of {where} to {new!r} (it is {old!r} in the code)"
 
 
@@ -404,16 +407,16 @@ def audit_rescaled(
 
 
 def copy_companions(source: Path, target: Path, output: Path) -> None:
-    """Copy configuration, tokenizer and everything else except weights, with subdirectories.
+    """Copy everything except weights, such as configuration and tokenizer, with subdirectories.
 
-    Conversions within the source are not copied: the directory of this one, ``output``, and earlier ones.
+    Converted directories inside the source are not copied: neither ``output`` nor earlier ones.
 
     Raises:
-        SourceError: A link leads out of the source, so that its copy would publish another file.
+        SourceError: A link leads out of the source, so its copy would publish a file from elsewhere.
     """
-    inside = [source.resolve()]
-    if inside[0].parent.name == "snapshots":  # files in the cache of Hugging Face are links to blobs
-        inside.append(inside[0].parent.parent / "blobs")
+    allowed = [source.resolve()]
+    if allowed[0].parent.name == "snapshots":  # files in the cache of Hugging Face are links to blobs
+        allowed.append(allowed[0].parent.parent / "blobs")
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if (
@@ -427,7 +430,7 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
         ):
             continue
         place = target / relative
-        if not any(path.resolve().is_relative_to(directory) for directory in inside):
+        if not any(path.resolve().is_relative_to(directory) for directory in allowed):
             raise SourceError(
                 f"{path} is a link to {path.resolve()}, outside of the model's directory",
                 hint="put the file itself there, or remove the link",
@@ -440,11 +443,11 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
 def set_dtype(
     directory: Path, model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str
 ) -> tuple[str, ...]:
-    """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
+    """Set the dtype in config.json so that ``from_pretrained`` narrows no parameter that the plan keeps wide.
 
-    That loads all parameters in one dtype, except for modules that the class of the model keeps in FP32. This
-    dtype is the 16-bit format only if the plan uses no other parameter in float32. Tensors that the model
-    lacks are not loaded.
+    ``from_pretrained`` loads all parameters in one dtype, except those of modules that the model's class
+    keeps in FP32. So this is the 16-bit format only if the plan uses no other parameter in float32. Tensors
+    that the model lacks do not count.
 
     Returns:
         Notes for the user.
@@ -466,15 +469,15 @@ def set_dtype(
         return ()
     return (
         f"from_pretrained has one dtype for the whole model and loads this directory in float32, since "
-        f"{len(float32)} tensors stay in it: run it under torch.autocast, or use model.pt2; --policy half or "
+        f"{len(float32)} tensors need it: run it under torch.autocast, or use model.pt2; --policy half or "
         "keep-fp32-modules makes a directory that loads in 16 bits",
     )
 
 
 def set_numbers(directory: Path, model: nn.Module, changes: Collection[AttributeChange]) -> bool:
-    """Set numbers of modules, such as an eps, in config.json; return whether that covers all of them.
+    """Set numbers of modules, such as an eps, in config.json, and return whether all of them are set.
 
-    A number is set only if exactly one key has it, and every module that has it changes.
+    A number is set only if exactly one key has it, and every module that had it changes.
     """
     config = read_raw_config(directory)
     values = {(each.old, each.new) for each in changes}

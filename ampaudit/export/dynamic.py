@@ -1,4 +1,4 @@
-"""Parses ``--dynamic``: the dimensions of a program's inputs that may vary, and their ranges."""
+"""Parses ``--dynamic``, the input dimensions that may vary, and checks programs at other sizes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _FORM = "write INPUT=DIM,DIM: a name for each dimension that may vary, _ for a f
 
 @dataclass(frozen=True, slots=True)
 class DynamicShapes:
-    """Names of the dimensions of a batch's tensors; dimensions with one name have one size."""
+    """Names for the dimensions of a batch's tensors; dimensions with the same name have the same size."""
 
     inputs: tuple[str, ...]  # names of the tensors
     axes: tuple[tuple[str | int, ...], ...]  # name of each dimension of each tensor, or its fixed size
-    ranges: Mapping[str, tuple[int, int | None]]  # minimum and maximum by dimension, where the user set them
+    ranges: Mapping[str, tuple[int, int | None]]  # minimum and maximum by dimension, if the user set them
 
     @classmethod
-    def read(cls, texts: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:
+    def parse(cls, texts: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:
         """Parse the values of ``--dynamic``, and match them with the inputs of a model.
 
         Raises:
@@ -62,7 +62,7 @@ class DynamicShapes:
             name, equals, dimensions = text.partition("=")
             if not equals:
                 raise UsageError(f"--dynamic {describe(text)}", hint=_FORM)
-            number = _number_of(name.strip(), names)
+            number = _index_of(name.strip(), names)
             axes[number] = tuple(_axes_of(text, dimensions.split(","), tensors[number], ranges))
         shapes = cls(tuple(names), tuple(axes), ranges)
         shapes.sizes(batch)
@@ -72,7 +72,7 @@ class DynamicShapes:
         """Return the size of each dimension in a batch.
 
         Raises:
-            UsageError: One name stands for two sizes, or for one out of its range.
+            UsageError: A name stands for two sizes, or for a size out of its range.
         """
         first: dict[str, tuple[int, str]] = {}
         tensors = tensor_leaves(batch.args, batch.kwargs)
@@ -85,7 +85,7 @@ class DynamicShapes:
                 if before != size:
                     raise UsageError(
                         f"--dynamic: {axis} is {before} in {other} and {size} in {name}",
-                        hint="equal names are equal sizes; give these dimensions two names",
+                        hint="one name stands for one size: give these dimensions two names",
                     )
                 if size < low or (high is not None and size > high):
                     raise UsageError(f"--dynamic: {axis} is {size} in {name}, out of its range")
@@ -120,7 +120,7 @@ class DynamicShapes:
         return with_tensors(batch, [replacements[id(t)] for t in tensor_leaves(batch.args, batch.kwargs)])
 
     def traceable(self, batch: Batch) -> Batch:
-        """Return a batch to trace with, without sizes of 1: torch.export takes these for constants."""
+        """Return a batch for tracing: a size of 1 becomes 2, because torch.export treats 1 as a constant."""
         return self.resized(batch, {axis: max(size, 2) for axis, size in self.sizes(batch).items()})
 
     def final_ranges(self, program: ExportedProgram) -> dict[str, tuple[int, int | None]]:
@@ -139,22 +139,22 @@ class DynamicShapes:
                     ranges[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0]), high
         return ranges
 
-    def others(
+    def other_sizes(
         self, batch: Batch, ranges: Mapping[str, tuple[int, int | None]]
     ) -> tuple[list[dict[str, int]], dict[str, int]]:
-        """Return two more sizes for each dimension, a larger and a smaller one, and the minimum sizes."""
+        """Return sizes larger and smaller than those of a batch, and the minimum sizes."""
         sizes: list[dict[str, int]] = [{}, {}]
         for axis, size in self.sizes(batch).items():
             low, high = ranges[axis]
             candidates = (2 * size + 1, size // 2, size + 1, size - 1, size + 2)
-            least = max(low, 2)
-            fitting = [n for n in candidates if n >= least and n != size and (high is None or n <= high)] or [
-                size
+            fitting = [
+                n for n in candidates if n >= max(low, 2) and n != size and (high is None or n <= high)
             ]
+            fitting = fitting or [size]
             sizes[0][axis], sizes[1][axis] = fitting[0], fitting[min(1, len(fitting) - 1)]
         return sizes, {axis: low for axis, (low, _) in ranges.items()}
 
-    def described(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
+    def describe(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
         """Describe the inputs of a program; its ranges include a size of 1 only if that was verified."""
         ranges = self.final_ranges(program)
         for axis, (low, high) in ranges.items():
@@ -164,8 +164,8 @@ class DynamicShapes:
         return ProgramShapes(inputs, ranges, tuple(map(dict, verified)))
 
 
-def _number_of(name: str, names: Sequence[str]) -> int:
-    """Return the index of a tensor, from its name or its index."""
+def _index_of(name: str, names: Sequence[str]) -> int:
+    """Return the index of a tensor from its name, or from its index as text."""
     if name.isdecimal() and int(name) < len(names):
         return int(name)
     if name in names:
@@ -179,7 +179,7 @@ def _number_of(name: str, names: Sequence[str]) -> int:
 def _axes_of(
     text: str, dimensions: Sequence[str], tensor: torch.Tensor, ranges: dict[str, tuple[int, int | None]]
 ) -> Iterator[str | int]:
-    """Parse the dimensions of one tensor, and add their ranges to ``ranges``."""
+    """Yield the name or fixed size of each dimension of a tensor, and add ranges to ``ranges``."""
     if len(dimensions) != tensor.ndim:
         raise UsageError(
             f"--dynamic {describe(text)}: the input has {tensor.ndim} dimensions {tuple(tensor.shape)}",
@@ -212,7 +212,7 @@ def _range_of(name: str, low: int, high: int | None) -> tuple[int, int | None]:
     return low, high
 
 
-def retraced(
+def retrace(
     source: ModelSource,
     audited: Audited,
     batch: Batch,
@@ -267,7 +267,8 @@ def compare_shapes(
 ) -> tuple[list[Mapping[str, int]], float]:
     """Compare a dynamic program with traces of the model, at two other shapes and at the minimum sizes.
 
-    A size of 1 is required only if a range includes it. ``onnx`` is the program's ONNX file, if there is one.
+    It must work at a size of 1 only if the user's range includes it. ``onnx`` is the ONNX file of the
+    program.
 
     Returns:
         The sizes at which outputs are bitwise equal, and the largest difference of ONNX Runtime.
@@ -281,15 +282,15 @@ def compare_shapes(
     def compare(sizes: Mapping[str, int]) -> None:
         batch = shapes.resized(source.batches[0], sizes)
         try:
-            converted = retraced(source, audited, batch, config)
+            converted = retrace(source, audited, batch, config)
             expected = _expected(converted, source, batch, config)
         except (SourceError, IndexError) as error:
             raise RunFailed(
-                f"the model itself fails at {_text(sizes)}: {first_line(error)}",
+                f"the model itself fails at {_in_words(sizes)}: {first_line(error)}",
                 hint=_RANGE,
             ) from error
         if isinstance(expected, str):
-            return  # a note about the program's outputs says so
+            return  # this CPU cannot run it; a note about the program's outputs says so
         names = converted.traced.outputs
         call = batch.args, tensors_only(batch.kwargs)
         try:
@@ -297,32 +298,32 @@ def compare_shapes(
         except AssertionError as error:  # a guard of the program
             outputs = first_line(error)
         if isinstance(outputs, str):
-            raise RunFailed(f"the program does not run at {_text(sizes)}: {outputs}", hint=_RANGE)
+            raise RunFailed(f"the program does not run at {_in_words(sizes)}: {outputs}", hint=_RANGE)
         for name, ours, theirs in zip(names, outputs, expected, strict=True):
             if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
                 raise RunFailed(
-                    f"the program computes another {name} at {_text(sizes)} than the model", hint=_HINT
+                    f"the program's {name} differs from the model's at {_in_words(sizes)}", hint=_HINT
                 )
         if onnx is not None:
             try:
                 onnx_outputs = run_onnx(onnx, flat_outputs(call))
             except Exception as error:
                 raise RunFailed(
-                    f"model.onnx does not run at {_text(sizes)}: {first_line(error)}", hint=_HINT
+                    f"model.onnx does not run at {_in_words(sizes)}: {first_line(error)}", hint=_HINT
                 ) from error
             differences.append(max_difference(onnx_outputs, list(zip(names, expected, strict=True))))
         verified.append(sizes)
 
-    others, least = shapes.others(source.batches[0], shapes.final_ranges(program))
+    others, minimum = shapes.other_sizes(source.batches[0], shapes.final_ranges(program))
     for sizes in others:
         compare(sizes)
-    smallest = {axis: low if axis in shapes.ranges else max(low, 2) for axis, low in least.items()}
-    if least != smallest:
+    required = {axis: low if axis in shapes.ranges else max(low, 2) for axis, low in minimum.items()}
+    if minimum != required:
         with suppress(CouldNotAudit):
-            compare(least)
+            compare(minimum)
             return verified, max(differences, default=0.0)
-    if smallest not in verified:
-        compare(smallest)
+    if required not in verified:
+        compare(required)
     return verified, max(differences, default=0.0)
 
 
@@ -337,5 +338,5 @@ def _expected(
     return run_program(model, (batch.args, batch.kwargs), config.seed)
 
 
-def _text(sizes: Mapping[str, int]) -> str:
+def _in_words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())

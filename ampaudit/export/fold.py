@@ -27,7 +27,7 @@ class FoldedGraph:
 
 
 def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
-    """Fold the casts of weights whose uses all take one 16-bit format, for inference.
+    """Fold the casts of weights that all uses convert to the same 16-bit format; in ``train``, cast masters.
 
     Raises:
         UsageError: The mode is ``train``, and the policy clips weights, so masters would differ from them.
@@ -49,9 +49,8 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
         _cast_masters(graph, converted, nodes)
     for weight in traced.graph.find_nodes(op="placeholder"):
         dtype = stored.get(weight.name)
-        if (
-            dtype is not None and dtype != weight.meta["val"].dtype
-        ):  # otherwise, the trace depends on this dtype
+        # a weight that was traced in this dtype has no casts to fold
+        if dtype is not None and dtype != weight.meta["val"].dtype:
             casts = casts_of(weight, traced.site_of_node) or []
             _fold(graph, copies[weight], [copies[cast] for cast in casts], dtype)
     graph.lint()
@@ -63,9 +62,9 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
 
 
 def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
-    """Return the dtypes of placeholders that are stored in another dtype than their masters.
+    """Return the stored dtype of each placeholder for which it differs from the master's.
 
-    Tied placeholders must agree.
+    Tied placeholders are stored in another dtype only if they agree on it.
     """
     traced = converted.traced
     dtypes_by_name: dict[str, torch.dtype] = {}
@@ -100,7 +99,7 @@ def _fold(graph: fx.Graph, weight: fx.Node, casts: Sequence[fx.Node], dtype: tor
         graph.erase_node(cast)
         while source is not weight:
             source.meta = {**source.meta, "val": source.meta["val"].to(dtype)}
-            source = source.all_input_nodes[0]  # the others are sizes
+            source = source.all_input_nodes[0]  # other inputs are sizes
     weight.meta = {**weight.meta, "val": weight.meta["val"].to(dtype)}
 
 
@@ -125,7 +124,7 @@ def folded_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the weights by placeholder in their stored dtypes; a tied weight is rounded once.
 
-    ``ready`` are rounded weights that exist already, by placeholder, such as those of a written file.
+    ``ready`` holds weights that are rounded already, by placeholder, such as those of a written file.
     """
     rounded: dict[tuple[object, ...], torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -146,7 +145,7 @@ def folded_weights(
 
 
 def planned_dtypes(model: nn.Module, folded: FoldedGraph) -> dict[str, tuple[str, str]]:
-    """Return the stored dtype of each parameter and buffer with its reason, under all names of each."""
+    """Return the stored dtype of each parameter and buffer, and the reason for it, under all of its names."""
     stored: dict[int, tuple[str, str]] = {}
     originals = named_tensors(model)
     for place in folded.placeholders:

@@ -61,7 +61,7 @@ class Manifest:
     seed: int
     versions: dict[str, str]  # of Python, torch and others that can change a result
     masters: bool  # whether masters of rounded weights are stored
-    clip: Constants | None  # limits that the policy clips weights to before rounding
+    clip: Constants | None  # limits to which the policy clips weights before rounding
     files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]  # all others, by path
     tensors: dict[str, StoredTensor]
     inputs_sha256: str | None  # of the recorded inputs; null without a run
@@ -108,7 +108,9 @@ def read_manifest(directory: Path) -> Manifest:
         if not _is_within(name) or name == MANIFEST:
             raise _corrupt(path, f"it names the file {describe(name)!r}, which is not in the directory")
         if ours.get(name.casefold(), name) != name:
-            raise _corrupt(path, f"it names the file {describe(name)!r}, which some systems take for another")
+            raise _corrupt(
+                path, f"it names the file {describe(name)!r}, which differs from another only in case"
+            )
     return manifest
 
 
@@ -133,7 +135,7 @@ def manifest_of(
     outputs: tuple[OutputRecord, ...] = (),
     shapes: ProgramShapes | None = None,
 ) -> Manifest:
-    """Build the manifest of a conversion, with weight files only."""
+    """Build the manifest of a conversion; ``write_manifest`` adds the files other than weights."""
     return Manifest(
         schema=1,
         self_sha256="",
@@ -172,7 +174,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
 
 
 def conversion_of(manifest: Manifest, output: Path) -> Conversion:
-    """Return what a manifest says about a conversion to ``output``; all else is empty."""
+    """Summarize a conversion to ``output`` from its manifest; fields that the manifest lacks are empty."""
     return Conversion(
         source=manifest.source,
         output=str(output),
@@ -213,7 +215,7 @@ def _versions() -> dict[str, str]:
 
 
 def files_under(directory: Path) -> list[str]:
-    """List all in a directory except directories and the manifest: also links, FIFOs and devices."""
+    """List all files in a directory except the manifest, including links, FIFOs and devices."""
     names: list[str] = []
     for root, folders, files in os.walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]

@@ -1,4 +1,4 @@
-"""Writes the decisions of a plan as a self-contained rule file without measured rules."""
+"""Writes the decisions of an audit as a rule file that needs neither other policies nor measurements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Key = tuple[str, str, tuple[tuple[str, str], ...], float | None]
 
 
 def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
-    """Return a rule file (YAML) that traces the same model into the same graph.
+    """Return a rule file (YAML) under which the same model is traced into the same graph.
 
-    Its rules state the decision for every op that the policy's rules match, by site. Storage and defaults are
-    those of the policy. Autocast regions in the model's code are left out, since they decide again. The title
-    names the ``model``.
+    Its rules give the decision for each site that the policy's rules decide. Storage and defaults are those
+    of the policy. Decisions of autocast regions in the model's code are left out, since these apply again.
+    The title names the ``model``.
     """
     groups: dict[Key, list[Site]] = defaultdict(list)
     for site in traced.sites:

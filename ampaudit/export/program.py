@@ -37,8 +37,8 @@ ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
-class _PatientFile(io.BufferedWriter):
-    """A file that defers write errors, which would abort the process inside torch's zip writer."""
+class _DeferringFile(io.BufferedWriter):
+    """A file that defers write errors, because an exception in torch's zip writer aborts the process."""
 
     failure: OSError | None = None
 
@@ -57,12 +57,12 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         OSError: The file cannot be written, for example because the disk is full.
         RunFailed: Torch cannot save the program.
     """
-    with _PatientFile(io.FileIO(path, "wb")) as stream:
+    with _DeferringFile(io.FileIO(path, "wb")) as stream:
         try:
             torch.export.save(program, stream)
         except OSError:
             raise
-        except Exception as error:  # for flex_attention, for example
+        except Exception as error:  # for example, for flex_attention
             raise RunFailed(
                 f"torch cannot save the converted program: {describe(first_line(error))}",
                 hint="leave the program out with --no-program",
@@ -72,11 +72,11 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 class GraphModel(nn.Module):
-    """Run a folded graph, with parameters and buffers under the model's names.
+    """Runs a folded graph, with parameters and buffers under the model's names.
 
-    It has the model's signature. Tensors may be nested in the arguments; other arguments are ignored and have
-    the values of the traced batch. The output is a tensor or a tuple of tensors if the model's is, and
-    otherwise a dict from the path of each tensor in the model's output.
+    It takes the model's arguments, in which tensors may be nested. Other arguments are ignored: the graph
+    contains their values from the traced batch. The output is a tensor or a tuple of tensors if the model's
+    is, and otherwise a dict from the path of each tensor in the model's output.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ def export_program(
             hint="run again with --debug, or leave the program out with --no-program",
         ) from error
     for node in list(program.graph.nodes):
-        # torch's dtype checks before conversions: another policy may change the dtype
+        # drop torch's checks of dtypes before conversions, since another policy may change the dtype
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             program.graph.erase_node(node)
     for ours, theirs in same_nodes(folded.graph, program.graph):
@@ -204,7 +204,7 @@ def _set_signature(model: GraphModel, positional: list[str], keywords: list[str]
 
 
 def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keep keyword arguments that contain a tensor; the others are fixed in the graph."""
+    """Select the keyword arguments that contain a tensor; the values of others are fixed in the graph."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -213,7 +213,7 @@ def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Pair the ops of a folded graph with those of its program; return nothing if their order differs."""
+    """Pair the ops of a folded graph with those of its program; empty if their order differs."""
     before = [node for node in old.nodes if node.op == "call_function"]
     after = [node for node in new.nodes if node.op == "call_function"]
     after = after[len(after) - len(before) :]  # inputs that are cast come first
@@ -223,14 +223,11 @@ def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutputs:
-    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), with a summary of each output.
+    """The inputs and outputs of one run of a program."""
 
-    ``note`` says why there is no output, if there is none.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    outputs: tuple[OutputRecord, ...]
-    note: str
+    tensors: dict[str, torch.Tensor]  # ``input[i]``, ``output[i]``, and the model's outputs as ``fp32[i]``
+    outputs: tuple[OutputRecord, ...]  # empty if the program cannot run here
+    note: str  # why it cannot
 
 
 def record_reference(
@@ -246,17 +243,17 @@ def record_reference(
     ``call`` are the inputs of the program, without the arguments of ``model_call`` that are fixed in it.
 
     Raises:
-        RunFailed: Torch makes no module from the program.
+        RunFailed: Torch cannot turn the program into a module.
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
-    # with caches, which the program has not
+    # including caches, which the program does not return
     every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed)))
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     try:
         module = program.module()
-    except Exception as error:  # for layers named class, graph or meta, for example
+    except Exception as error:  # for example, for layers named class, graph or meta
         raise RunFailed(
             f"torch cannot run the exported program: {first_line(error)}",
             hint="rename the layer that it names, or leave out the program: --no-program",
@@ -287,10 +284,11 @@ def flat_outputs(output: Any) -> list[torch.Tensor]:
 
 
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return the largest absolute error and the SQNR in dB; ``None`` if not finite, or exact.
+    """Return the largest absolute error, and the SQNR in dB.
 
-    The SQNR of integers is their ``share_db``, as in a scan; a complex number counts as two floats. Tensors
-    of different shapes have neither.
+    The error is ``None`` if it is not finite, and the SQNR is if the output is exact or the error is not
+    finite. Both are if the shapes differ. The SQNR of integers is their ``share_db``, as in a scan; a complex
+    number counts as two floats.
     """
     ours, reference = components(ours.detach()), components(reference.detach())
     if ours.shape != reference.shape:
@@ -322,6 +320,6 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         whole = tensor.detach().cpu().contiguous()
-        flat = whole.as_strided((whole.numel(),), (1,))  # the one element of a tensor may have any stride
+        flat = whole.as_strided((whole.numel(),), (1,))  # a tensor of one element may have any stride
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

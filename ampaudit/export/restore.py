@@ -23,7 +23,7 @@ from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress = silent) -> Manifest:
     """Restore every tensor bit for bit to its state before rounding, and verify it.
 
-    Names, shards, metadata and the files beside the weights are those of the converted directory.
+    Names, shards, metadata and all other files are those of the converted directory.
 
     Raises:
         UsageError: The directory has no masters.
@@ -92,7 +92,7 @@ def _part(directory: Path, name: str) -> SafetensorsFile:
 
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
-    """Copy files other than weights and ampaudit's; restore dtype and size in config.json and indexes."""
+    """Copy files other than weights and ampaudit's; restore the dtype in config.json and sizes in indexes."""
     weights = manifest.weight_files
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name, record in manifest.files.items():

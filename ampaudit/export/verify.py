@@ -1,4 +1,4 @@
-"""Verifies that a converted directory is unchanged and still computes the same."""
+"""Verifies that a converted directory is unchanged, and that its program computes the recorded outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify(
     session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> Verification:
-    """Check hashes and rounding, then run the program in a sandbox and compare its outputs.
+    """Check hashes and rounding, then run the program in a sandbox and compare with its recorded outputs.
 
     Args:
         directory: Directory written by ``ampaudit convert``.
@@ -95,7 +95,7 @@ def _not_recorded(manifest: Manifest) -> str:
 
 
 def _unfit(manifest: Manifest, damaged: Sequence[Problem]) -> str:
-    """Return the reason why files that a run would load are not those that were written, if any."""
+    """Return why a run would load other files than those that were written; empty if it would not."""
     needed = dict.fromkeys((PROGRAM, REFERENCE, *(t.file for t in manifest.tensors.values())))
     unlisted = next((name for name in needed if name not in manifest.files), None)
     if unlisted is not None:
@@ -106,7 +106,7 @@ def _unfit(manifest: Manifest, damaged: Sequence[Problem]) -> str:
 
 def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
     request = {"directory": str(directory.resolve()), "tolerance_db": tolerance_db}
-    limits = SandboxLimits(seconds=_TIMEOUT)  # a large model takes its time and memory
+    limits = SandboxLimits(seconds=_TIMEOUT)  # a large model takes time and memory
     try:
         with Sandbox("ampaudit.export.verify:rerun_in_sandbox", request, limits) as sandbox:
             answer = sandbox.answer("could not be run", CouldNotAudit, "")
@@ -199,7 +199,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 
 
 def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress) -> Iterator[Problem]:
-    """Find working weights that are not their rounded masters."""
+    """Find working weights that differ from their rounded masters."""
     part = cache(lambda name: SafetensorsFile(directory / name))
     readable = cache(partial(is_own_file, directory))
     for number, (name, stored) in enumerate(manifest.tensors.items()):
@@ -243,7 +243,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
         program = read_program(directory / PROGRAM)
         recorded = map_checkpoint(directory / REFERENCE).tensors
     except AuditError as error:
-        if isinstance(error.__cause__, ForeignOperator):  # as the model itself has
+        if isinstance(error.__cause__, ForeignOperator):  # which the original model uses as well
             return [], [f"nothing was run: {error.__cause__}"]
         return [Problem("program", PROGRAM, str(error.args[0]))], []
     problems = _other_weights(program, directory, manifest) if manifest.mode == "inference" else []
@@ -267,7 +267,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
 def _compare_recorded(
     record: OutputRecord, ours: torch.Tensor, before: torch.Tensor | None, tolerance_db: float
 ) -> str | Problem:
-    """Return a line about an output that agrees with the recorded one, or the problem."""
+    """Return a line on an output that agrees with the recorded one, or the problem of one that does not."""
     if digest_of_tensors([ours]) == record.sha256:
         return f"{record.name}: the same bits"
     if before is None or before.shape != ours.shape or before.dtype != ours.dtype:
@@ -280,7 +280,7 @@ def _compare_recorded(
 
 
 def _other_weights(program: StoredProgram, directory: Path, manifest: Manifest) -> list[Problem]:
-    """Find parameters of the program that differ from the checkpoint's in any bit."""
+    """Find parameters of the program that differ from the checkpoint's."""
     problems: list[Problem] = []
     tensors: dict[str, torch.Tensor] = {}
     for file in dict.fromkeys(t.file for t in manifest.tensors.values()):

@@ -40,7 +40,7 @@ MASTER_INDEX = f"{MASTER}{INDEX_SUFFIX}"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a converted checkpoint, with its safetensors type and the reason for that."""
+    """One tensor of a converted checkpoint, with its safetensors type and the reason for that type."""
 
     file: str
     dtype: TypeName
@@ -67,7 +67,7 @@ class TensorStats:
     broken: int = 0  # number of values that are already NaN or infinite
 
     def add(self, piece: torch.Tensor, form: NumberFormat) -> None:
-        """Measure a piece; elements are counted only if its extremes require it."""
+        """Measure a piece; its elements are counted only if its extremes overflow or are not finite."""
         if not piece.numel():
             return
         low, high = torch.aminmax(piece)
@@ -111,7 +111,7 @@ def write_weights(
         masters: Whether to store masters of rounded tensors.
         clip: Limits that values are clipped to before rounding.
         measure: Format whose overflows are counted while tensors are copied.
-        keep_overflowing: Whether to store tensors with measured overflow unrounded.
+        keep_overflowing: Whether to store tensors unrounded if ``measure`` counts overflows in them.
         on_progress: Callback with the megabytes read so far and in total.
 
     Raises:
@@ -120,7 +120,7 @@ def write_weights(
     """
     result = WeightFiles()
     _check_names(checkpoint, masters=masters)
-    checkpoint = _watched(checkpoint, decisions, masters, on_progress)
+    checkpoint = _with_progress(checkpoint, decisions, masters, on_progress)
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
         storage = {name: decisions[name] for name in part.entries}
@@ -136,14 +136,14 @@ def write_weights(
             master = write_part(directory / _master_name(label), part, rounded)
             result.files[_master_name(label)] = (master.sha256, master.size)
         for name, entry in part.entries.items():
-            result.tensors[name] = _stored(entry, storage[name], label, working, master)
+            result.tensors[name] = _record_of(entry, storage[name], label, working, master)
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
 
 
 def _check_names(checkpoint: Checkpoint, *, masters: bool) -> None:
-    """Reject shards and indexes whose names are those of other files of the conversion."""
+    """Reject shards and indexes whose names equal those of other files of the conversion."""
     if checkpoint.index is None:
         return
     labels = [part.label for part in checkpoint.parts]
@@ -155,10 +155,10 @@ def _check_names(checkpoint: Checkpoint, *, masters: bool) -> None:
         raise weights_error(checkpoint.path, what, "rename the shards, and the index, to model*")
 
 
-def _watched(
+def _with_progress(
     checkpoint: Checkpoint, decisions: Mapping[str, StorageDecision], masters: bool, on_progress: Progress
 ) -> Checkpoint:
-    """Return the checkpoint with parts that report each piece that is read."""
+    """Return the checkpoint with parts that report progress as they are read."""
     entries = checkpoint.entries.values()
     rounded = (entry.size for entry in entries if masters and decisions[entry.name].dtype != entry.dtype)
     total = sum(entry.size for entry in entries) + sum(rounded)
@@ -166,7 +166,7 @@ def _watched(
     return replace(checkpoint, parts=tuple(ChangedPart(part, counted) for part in checkpoint.parts))
 
 
-def _stored(
+def _record_of(
     entry: TensorEntry, decision: StorageDecision, label: str, working: Written, master: Written | None
 ) -> StoredTensor:
     rounded = decision.dtype != entry.dtype
@@ -187,7 +187,7 @@ def _stored(
 def _overflowing(
     part: Part, decisions: Mapping[str, StorageDecision], stats: Mapping[str, TensorStats]
 ) -> dict[str, StorageDecision]:
-    """Return tensors that the format cannot represent, which are kept unchanged."""
+    """Return decisions to store the tensors that overflow in their own type."""
     return {
         name: StorageDecision(entry.dtype, f"its peak of {stats[name].peak:.4g} does not fit")
         for name, entry in part.entries.items()
@@ -249,15 +249,15 @@ class StorageDecision:
     dtype: str
     reason: str
     parameter: str | None = None  # name in the model, if the model is known
-    used_in_float32: bool = False  # though it may be stored in 16 bits already
+    used_in_float32: bool = False  # even if the checkpoint stores it in 16 bits
 
 
 def decide_as_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
 ) -> dict[str, StorageDecision]:
-    """Decide by a plan: types and reasons by parameter; other tensors stay unchanged.
+    """Decide by a plan, which holds types and reasons by parameter; other tensors stay unchanged.
 
-    ``names`` has the name in the model of each tensor whose name there differs.
+    ``names`` maps tensors to their names in the model where these differ.
     """
     decisions: dict[str, StorageDecision] = {}
     for name, entry in checkpoint.entries.items():

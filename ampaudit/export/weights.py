@@ -51,9 +51,7 @@ def convert_weights(
     form = low_precision_format(options.dtype)
     decisions = _decide_by_name(checkpoint, rules, form)
     policy = rules.file.weights
-    notes = (
-        "only weights were converted: no model was run, so nothing is known about overflow in its layers",
-    )
+    notes = ("only weights were converted: no model was run, so overflow in its layers was not checked",)
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
         files = write_weights(
             checkpoint,
@@ -84,10 +82,9 @@ def convert_weights(
 def _decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
     """Decide for a checkpoint without its model.
 
-    A policy that stores 16 bits is followed, except for its rules about modules. For a policy that casts at
-    each use, such as autocast, operands of matrix products are stored in 16 bits: tensors of two or more
-    dimensions, but not vectors (biases, norms, statistics). A policy that casts no matrix product changes
-    nothing.
+    A policy that stores 16 bits is followed. For a policy that casts at each use, such as autocast, the
+    operands of matrix products are stored in 16 bits: tensors of two or more dimensions, but not vectors
+    (biases, norms, statistics). A policy that casts no matrix product changes nothing.
 
     Raises:
         UsageError: The policy has rules that need the model.

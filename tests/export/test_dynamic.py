@@ -246,17 +246,17 @@ def test_a_range_of_one_dimension_asks_nothing_of_another(tmp_path: Path, rows: 
     assert made is not None
     assert made.shapes is not None
     assert made.shapes.ranges["t"] == (2, None)
-    least = made.shapes.ranges["b"][0]
-    assert least == (1 if rows == "b:1-8" else 2)
-    assert made.shapes.verified.count({"b": least, "t": 2}) == 1
+    minimum = made.shapes.ranges["b"][0]
+    assert minimum == (1 if rows == "b:1-8" else 2)
+    assert made.shapes.verified.count({"b": minimum, "t": 2}) == 1
 
 
 def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(4, 4)
-    shapes = DynamicShapes.read(["0=n:1-8,_"], layer, Batch((x,)))
+    shapes = DynamicShapes.parse(["0=n:1-8,_"], layer, Batch((x,)))
     program = torch.export.export(layer, (x,), dynamic_shapes=shapes.dimensions(), strict=False)
-    assert shapes.described(program, ()).ranges == {"n": (2, 8)}
-    assert shapes.described(program, [{"n": 1}]).ranges == {"n": (1, 8)}
+    assert shapes.describe(program, ()).ranges == {"n": (2, 8)}
+    assert shapes.describe(program, [{"n": 1}]).ranges == {"n": (1, 8)}
 
 
 @pytest.mark.parametrize(
@@ -293,13 +293,13 @@ def test_what_cannot_be_meant_is_refused_before_the_audit(
 def test_weights_alone_have_no_dimensions(tmp_path: Path) -> None:
     from ampaudit.export.config import ConvertConfig
 
-    with pytest.raises(AuditError, match="about the program"):
+    with pytest.raises(AuditError, match="needs the program"):
         ConvertConfig(dynamic=NAMED, program=False).check_output(tmp_path / "out")
 
 
 def test_the_other_sizes_are_a_larger_one_and_half_of_it() -> None:
     given = Batch((torch.zeros(4, 6),))
-    shapes = DynamicShapes.read(["0=rows,length"], nn.Linear(6, 6), given)
-    others, least = shapes.others(given, {"rows": (1, None), "length": (4, 8)})
+    shapes = DynamicShapes.parse(["0=rows,length"], nn.Linear(6, 6), given)
+    others, minimum = shapes.other_sizes(given, {"rows": (1, None), "length": (4, 8)})
     assert others == [{"rows": 9, "length": 7}, {"rows": 2, "length": 5}]
-    assert least == {"rows": 1, "length": 4}
+    assert minimum == {"rows": 1, "length": 4}

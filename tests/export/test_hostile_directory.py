@@ -146,7 +146,7 @@ def tensors_with(**changes: Any) -> Callable[[Manifest], dict[str, Any]]:
 
 FORGED = {
     **{
-        f"the file {name!r}": (files_named(name), "not in the directory|takes? for another")
+        f"the file {name!r}": (files_named(name), "not in the directory|only in case")
         for name in (
             *("../x", "/etc/passwd", "a/../../x", "C:\\x", "C:x", "a\\b", "a//b", "./a", "a/", "", ".", ".."),
             *(MANIFEST, "Manifest.JSON", "MODEL.pt2", "Model.safetensors", "a\0b", "a\nb", "\x1b[31m"),

@@ -155,7 +155,7 @@ def test_a_file_that_a_runtime_refuses_is_not_written(
     monkeypatch.setattr("ampaudit.export.onnx.convert.write_model", write)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     path, inputs = build("bert", tmp_path)
-    with pytest.raises(RunFailed, match=r"model\.onnx is refused by ONNX Runtime: .*two nodes"):
+    with pytest.raises(RunFailed, match=r"model\.onnx is rejected by ONNX Runtime: .*two nodes"):
         converted(path, inputs, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

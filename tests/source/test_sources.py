@@ -378,7 +378,9 @@ def test_bad_inputs(model_file: Write) -> None:
         "batches.. yields nothing",
     )
     raises(
-        str(model_file(MODEL + "def example_inputs():\n    return 'text'\n", "b.py")), InputError, "returned str"
+        str(model_file(MODEL + "def example_inputs():\n    return 'text'\n", "b.py")),
+        InputError,
+        "returned str",
     )
     nan = model_file(MODEL + "def example_inputs():\n    return torch.full((2, 8), float('nan'))\n", "c.py")
     source = open_source(str(nan), SourceConfig())

@@ -28,7 +28,7 @@ def checking(path: Path, *, runtime: bool, nonstandard: Collection[str] = ()) ->
         nonstandard: Operators in the standard domain that only ONNX Runtime defines.
 
     Raises:
-        RunFailed: The file is not valid, or ONNX Runtime refuses it.
+        RunFailed: The file is not valid, or ONNX Runtime rejects it.
     """
     target = "ampaudit.export.onnx.check:check_in_sandbox"
     imports = ("onnx", "onnxruntime") if runtime else ("onnx",)
@@ -42,7 +42,7 @@ def checking(path: Path, *, runtime: bool, nonstandard: Collection[str] = ()) ->
 
 
 def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
-    """Return a function that returns the fault of a file as text; empty if it has none."""
+    """Return the sandbox's job: to describe the fault of a file; empty if it has none."""
     import onnx
 
     def check() -> str:
@@ -55,7 +55,7 @@ def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
             if request["runtime"]:
                 open_session(path)
         except Exception as error:
-            return f"is refused by ONNX Runtime: {first_line(error)}"
+            return f"is rejected by ONNX Runtime: {first_line(error)}"
         return ""
 
     return check

@@ -27,7 +27,7 @@ from ampaudit.export.onnx.outputs import (
     refuse_broken,
     worst_records,
 )
-from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_onnx
+from ampaudit.export.onnx.plan import OnnxPlan, PlanRequirements, decisions_of, plan_onnx
 from ampaudit.export.onnx.rewrite import Rewriter, choose_types
 from ampaudit.export.onnx.torch_export import annotate_graph
 from ampaudit.export.onnx.types import TYPELESS, is_float32, nonstandard_operators
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 _FLIPPED = "AMP209"
 _INACCURATE = "AMP207"
-_CHOICES_DB = 40.0  # accuracy of integers of which one in a hundred differs
-_STEPS = (8, 64)  # numbers of nodes before a choice that stay in float32 if too many choices change
+_CHOICES_DB = 40.0  # accuracy if one integer in a hundred differs
+_STEPS = (8, 64)  # numbers of nodes before a choice to keep in float32 if too many choices change
 
 
-class _Written(NamedTuple):
+class _WrittenFile(NamedTuple):
     """Summary of a written file."""
 
     casts: int  # between float formats
@@ -74,7 +74,7 @@ def convert_onnx(
         AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
     _refuse_options(config)
-    plan = _passing_plan(source, config, session, PlanWishes())
+    plan = _passing_plan(source, config, session, PlanRequirements())
     report = plan.audited.report
     if report.exit_code:
         return report, None
@@ -109,33 +109,34 @@ def convert_onnx(
 
 
 def _passing_plan(
-    source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes
+    source: ModelSource, config: ConvertConfig, session: Session, requirements: PlanRequirements
 ) -> OnnxPlan:
-    """Plan with more and more float32, until the audit finds no changed choice and no inaccurate output."""
+    """Keep more and more nodes in float32 until the audit finds no changed choice or inaccurate output."""
     while True:
-        plan = plan_onnx(source, config, session, wishes)
+        plan = plan_onnx(source, config, session, requirements)
         codes = {finding.code for finding in plan.audited.report.findings}
-        more = _more_before_choices(wishes) if _FLIPPED in codes else None
-        if more is None and _INACCURATE in codes and wishes.accuracy is None and config.tune is None:
-            more = replace(wishes, accuracy=config.min_sqnr)
+        more = _more_before_choices(requirements) if _FLIPPED in codes else None
+        if more is None and _INACCURATE in codes and requirements.accuracy is None and config.tune is None:
+            more = replace(requirements, accuracy=config.min_sqnr)
         if not plan.audited.report.exit_code or more is None or config.names_policy:
             return plan
-        wishes = more
+        requirements = more
 
 
-def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
-    """Return the wishes with more nodes before choices in float32; ``None`` if there are no more."""
-    steps = next((steps for steps in _STEPS if steps > wishes.before_choices), None)
-    return None if steps is None else replace(wishes, before_choices=steps)
+def _more_before_choices(requirements: PlanRequirements) -> PlanRequirements | None:
+    """Return the requirements with more nodes before choices in float32; ``None`` if there are no more."""
+    steps = next((steps for steps in _STEPS if steps > requirements.before_choices), None)
+    return None if steps is None else replace(requirements, before_choices=steps)
 
 
 def _write_until_accurate(
     plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig, session: Session
-) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
-    """Write the file and run it; repeat this with more in float32 while that may fix its faults.
+) -> tuple[OnnxPlan, _WrittenFile, tuple[OutputRecord, ...], list[str]]:
+    """Write the file and run it; repeat this with more nodes in float32 while that may fix its faults.
 
     Returns:
-        The plan, the summary of the file, its outputs on the given inputs, and its faults on other inputs.
+        The plan, the summary of the file, its outputs on the source's batches, and its faults on other
+        inputs.
 
     Raises:
         RunFailed: An output is less accurate than required.
@@ -151,10 +152,10 @@ def _write_until_accurate(
     ]
     while True:
         file, outputs, faults = _write_and_run(plan, path, originals, others, config, session.on_progress)
-        wishes = _next_wishes(plan, outputs, faults, config)
-        if wishes is None:
+        requirements = _next_requirements(plan, outputs, faults, config)
+        if requirements is None:
             break
-        next_plan = _passing_plan(source, config, session, wishes)
+        next_plan = _passing_plan(source, config, session, requirements)
         if next_plan.audited.report.exit_code:
             break  # keep the written file, and report its faults
         plan = next_plan
@@ -165,32 +166,32 @@ def _write_until_accurate(
 
 
 class _Fault(NamedTuple):
-    """A wrong result of a file on generated inputs."""
+    """A wrong result of a file on a variation of the inputs."""
 
     other: OtherBatch
     records: tuple[OutputRecord, ...]
     text: str
 
 
-def _next_wishes(
+def _next_requirements(
     plan: OnnxPlan, outputs: tuple[OutputRecord, ...], faults: Sequence[_Fault], config: ConvertConfig
-) -> PlanWishes | None:
-    """Return the wishes for the next plan; ``None`` if the file is right, or nothing is left to try."""
-    wishes = plan.wishes
+) -> PlanRequirements | None:
+    """Return the requirements for the next plan; ``None`` if the file is right, or nothing is left to try."""
+    requirements = plan.requirements
     inaccurate = describe_inaccurate(outputs, config.min_sqnr)
     padded = any(fault.other.padded for fault in faults)
     if plan.clamped and (inaccurate or padded):  # a completely masked row may need the original mask
-        return replace(wishes, clamp=False)
+        return replace(requirements, clamp=False)
     if config.names_policy:
         return None
     every = (*outputs, *(record for fault in faults for record in fault.records))
     changed = describe_inaccurate(every, config.min_sqnr, _CHOICES_DB) and plan.chooses
-    if changed and (more := _more_before_choices(wishes)) is not None:
+    if changed and (more := _more_before_choices(requirements)) is not None:
         return more
-    if inaccurate and wishes.accuracy is None and config.tune is None:
-        return replace(wishes, accuracy=config.min_sqnr)
-    if faults and not wishes.also:
-        return replace(wishes, also=tuple(fault.other.batch for fault in faults))
+    if inaccurate and requirements.accuracy is None and config.tune is None:
+        return replace(requirements, accuracy=config.min_sqnr)
+    if faults and not requirements.other_batches:
+        return replace(requirements, other_batches=tuple(fault.other.batch for fault in faults))
     return None
 
 
@@ -201,7 +202,7 @@ def _write_and_run(
     others: Sequence[tuple[OtherBatch, Original]],
     config: ConvertConfig,
     on_progress: Progress,
-) -> tuple[_Written, tuple[OutputRecord, ...], list[_Fault]]:
+) -> tuple[_WrittenFile, tuple[OutputRecord, ...], list[_Fault]]:
     """Write the file of a plan, and run it.
 
     Raises:
@@ -217,33 +218,32 @@ def _write_and_run(
             ours = file.outputs(original.batch, original.exact, number)
             records.append(file.records(ours, original.exact))
             refuse_broken(records[-1], ours, original, config)
-        faults = [
-            fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
-        ]
-        return result, worst_records(records), faults
+        faults = [_fault(file, other, original, config.min_sqnr) for other, original in others]
+        return result, worst_records(records), [fault for fault in faults if fault is not None]
 
 
-def _faults(file: OnnxRun, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
-    """Yield the fault of a file on inputs for which the original computes comparable outputs, if any."""
+def _fault(file: OnnxRun, other: OtherBatch, original: Original, min_sqnr: float) -> _Fault | None:
+    """Return the fault of a file on other inputs; ``None`` if there is none, or nothing to compare with."""
     try:
         comparable = all(map(_is_comparable, original.exact.values()))
     except Exception:  # any error of torch about sizes that do not fit together
-        return
+        return None
     if not comparable:
-        return
+        return None
     try:
         records = tuple(file.records(file.outputs(original.batch, original.exact), original.exact))
     except RunFailed as failed:
-        yield _Fault(other, (), f"with {other.what}, {failed.args[0]}")
+        return _Fault(other, (), f"with {other.what}, {failed.args[0]}")
     except AuditError:  # the size cannot be run here
-        return
-    else:
-        if inaccurate := describe_inaccurate(records, min_sqnr, _CHOICES_DB):
-            yield _Fault(other, records, f"with {other.what}, the file computes {inaccurate}")
+        return None
+    inaccurate = describe_inaccurate(records, min_sqnr, _CHOICES_DB)
+    return (
+        _Fault(other, records, f"with {other.what}, the file computes {inaccurate}") if inaccurate else None
+    )
 
 
 def _is_comparable(exact: torch.Tensor) -> bool:
-    """Return whether an output of the original can be compared; -inf may be a mask."""
+    """Return whether an output of the original can be compared: without NaN and inf; -inf may be a mask."""
     if not exact.is_floating_point() or not exact.numel():
         return True
     return bool(exact.isfinite().any()) and not bool((exact.isnan() | exact.isposinf()).any())
@@ -263,7 +263,7 @@ def _refuse_options(config: ConvertConfig) -> None:
         raise UsageError(f"--io {config.io} is not the format of --dtype {config.dtype}", hint=hint)
 
 
-def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
+def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _WrittenFile:
     import onnx_ir as ir
 
     model = plan.file.model
@@ -274,7 +274,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     for mask in plan.clamped:
         if all(use.node in regions.wide for use in mask.value.uses()):
-            mask.restore()  # all its readers are in float32, which can represent it
+            mask.restore()  # its readers all compute in float32, which can represent it
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
     annotate_graph(model, plan.audited.report, plan.names)
@@ -284,7 +284,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     stored = Counter(dtype for dtype, _ in after)
     sizes = sum(size for _, size in before), sum(size for _, size in after)
     notes = tuple(_notes(plan, wide, rewriter.stored))
-    return _Written(sum(casts_in(model).values()), dict(stored), sizes, notes)
+    return _WrittenFile(sum(casts_in(model).values()), dict(stored), sizes, notes)
 
 
 def _computes_floats(node: ir.Node) -> bool:
@@ -302,12 +302,12 @@ def _weights(model: ir.Model) -> list[tuple[str, int]]:
     ]
 
 
-def _notes(plan: OnnxPlan, wide: list[str], lowered: Collection[str]) -> Iterator[str]:
-    """Describe a file: its nodes in float32, and the values that are stored in 16 bits."""
+def _notes(plan: OnnxPlan, wide: list[str], stored: Collection[str]) -> Iterator[str]:
+    """Note clamped masks, a raised operator set, and nodes in float32; ``stored`` are values in 16 bits."""
     for mask in plan.clamped:
-        if str(mask.value.name) in lowered:
+        if str(mask.value.name) in stored:
             lowest = format_number(mask.lowest)
-            yield f"{mask.value.name} is a mask: its {lowest} became a number that the format holds"
+            yield f"{mask.value.name} is a mask: its {lowest} became a number that the format can represent"
     if plan.opset is not None:
         yield f"the operator set was raised to version {plan.opset}, which has more 16-bit operators"
     if wide:

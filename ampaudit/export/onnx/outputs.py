@@ -1,7 +1,7 @@
 """Runs a written ONNX file in lock-step, and compares its outputs with the original's.
 
-A box, a label or a token is either the same as before or a different one. The distance between the
-coordinates or scores of different boxes says nothing about the accuracy of a conversion.
+A box, a label or a token is either the same one as before or another one. The difference between the
+coordinates or scores of two boxes says nothing about the accuracy of a conversion.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ampaudit.trace.values import dtype_name
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_MOST_ELEMENTS = 1 << 22  # limit for each generated input
-_LARGER = 3  # factor of the size of each open axis, except the batch
-_LONGER = 8  # factor of integers, except for indices into a table of known size
+_MAX_ELEMENTS = 1 << 22  # of each generated input
+_LARGER = 3  # factor for the size of each open axis, except the batch
+_LONGER = 8  # factor for integers, except indices into a table of known size
 _NEAR_ZERO = 2.0**-7  # spacing of bfloat16 at 1
 Tensors = Mapping[str, torch.Tensor]
 
@@ -51,7 +51,7 @@ Tensors = Mapping[str, torch.Tensor]
 class Original:
     """A batch with the outputs of the original model.
 
-    A model with weights in 16 bits has a reference, which computes in float32.
+    If the model has 16-bit weights, its ``reference`` computes them in float32.
     """
 
     def __init__(self, model: OnnxModel, batch: Batch, seed: int, reference: OnnxRun | None) -> None:
@@ -75,8 +75,8 @@ class OnnxRun:
         self._model = model
         self._seed = config.seed
         where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
-        settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
-        self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
+        run_config = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
+        self._executors = ExecutorCache(self._model, run_config, RunRecord(where.type, "emulated"))
 
     def records(self, ours: Tensors, exact: Tensors) -> list[OutputRecord]:
         """Compare each output with that of the original."""
@@ -90,10 +90,10 @@ class OnnxRun:
     def outputs(
         self, batch: Batch, expected: Tensors, number: int = 0, *, reference: bool = False
     ) -> Tensors:
-        """Return the outputs of the 16-bit run, or of the reference, by the expected names."""
+        """Return the outputs of the 16-bit run, or of the reference, under the names of ``expected``."""
         batch = _with_input_types(batch, self._model)
         executor = self._executors.get(batch, number)
-        alone = LockStep(
+        one_side = LockStep(
             executor.program,
             executor.placed,
             executor.backend,
@@ -101,7 +101,7 @@ class OnnxRun:
             reference_only=reference,
             converted_only=not reference,
         )
-        pairs = alone.run(tensor_leaves(batch.args, batch.kwargs), Observer())
+        pairs = one_side.run(tensor_leaves(batch.args, batch.kwargs), Observer())
         ours = {
             name.removeprefix("output."): pair[0 if reference else 1]
             for name, pair in zip(executor.program.traced.outputs, pairs, strict=True)
@@ -148,9 +148,7 @@ def refuse_broken(
         if breaks(values, exact) or (record.max_error is None and values.shape != exact.shape):
             hint = "scan the model with --advise, and pass a policy that keeps more in float32"
             if original.reference is not None:
-                hint = (
-                    "nodes in 16 bits stay as they are: convert the float32 model that this one was made from"
-                )
+                hint = "nodes in 16 bits are not changed: convert the float32 model instead"
             elif config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
                 hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
             raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
@@ -179,9 +177,9 @@ def _fault(record: OutputRecord) -> str:
 
 
 def _decibels(record: OutputRecord) -> float:
-    """Return the accuracy of an output in dB: inf if it is exact, -inf if it is inf or NaN.
+    """Return the accuracy of an output in dB: inf if the output is exact, -inf if it contains inf or NaN.
 
-    Where the original is zero everywhere, it is -inf as well if the output is not near zero.
+    If the original is zero everywhere, the accuracy is -inf unless the output is near zero.
     """
     if record.max_error is None or (record.sqnr_db is None and record.max_error > _NEAR_ZERO):
         return -math.inf
@@ -203,7 +201,7 @@ def _badness(record: OutputRecord) -> tuple[float, float]:
 
 
 def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
-    """Return the choosing nodes, and the nodes whose values reach one in at most ``steps`` nodes."""
+    """Return the nodes that choose by float32 values, and those at most ``steps`` nodes before one."""
     near = dict.fromkeys(filter(_chooses, model.graph.all_nodes()), 0)
     pending = deque(near)
     while pending:
@@ -227,7 +225,7 @@ def _chooses(node: ir.Node) -> bool:
 def orderings(model: ir.Model) -> dict[str, str]:
     """Return the operator of each output that holds the sorted choices of TopK or NonMaxSuppression.
 
-    A TopK along another axis than the last is left out, so that its order counts.
+    A TopK along another axis than the last is left out, so its choices are compared by position.
     """
     operators = {}
     for value in model.graph.outputs:
@@ -244,11 +242,12 @@ def orderings(model: ir.Model) -> dict[str, str]:
 def comparable_outputs(
     ours: Tensors, exact: Tensors, ordered: Mapping[str, str] | None = None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pair outputs: integers as they are, and floats where the integers that they belong to agree.
+    """Pair the elements of outputs that are comparable.
 
-    If the order or number of choices differs, they are paired by value, and so are the floats that belong to
-    them. A choice without a partner counts as different. An output that is inf or NaN where that of the
-    original is finite is paired as a whole. ``ordered`` has the operators of sorted outputs; see
+    Integers are paired by position, and floats only where the integers that they belong to are equal, such as
+    the scores of equal labels. Choices that are sorted, or differ in number, are paired by value, together
+    with their floats; a choice without a partner counts as different. An output is paired as a whole if it
+    contains inf or NaN where the original is finite. ``ordered`` has the operators of sorted outputs; see
     ``orderings``.
     """
     ordered = ordered or {}
@@ -297,7 +296,7 @@ def _in_groups(indices: torch.Tensor) -> torch.Tensor:
 def _where(
     equal: Sequence[torch.Tensor], ours: torch.Tensor, exact: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the elements that belong to equal choices; all of them if there are none."""
+    """Return the elements that belong to equal choices; all elements if there are none."""
     if not equal:
         return ours, exact
     mask = torch.ones_like(exact, dtype=torch.bool)
@@ -334,13 +333,13 @@ def _at_rows(
 class OtherBatch(NamedTuple):
     """A variation of a batch."""
 
-    what: str  # description of the variation
+    what: str  # description of the variation, which completes "with ..."
     batch: Batch
     padded: bool = False  # whether its masks differ
 
 
 def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:
-    """Yield variations of a batch for the inputs of a graph; the seed sets the order of values."""
+    """Yield variations of a batch: larger or shuffled inputs, padding at the start, and larger integers."""
     values = by_name(batch, [spec.name for spec in inputs])
     random = torch.Generator().manual_seed(seed)
     shuffled = {spec.name: _shuffled(spec, values[spec.name], random) for spec in inputs}
@@ -357,7 +356,7 @@ def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iter
         if not is_sum(name, current)
     }
     tiled = {spec.name: _tiled(spec, shuffled[spec.name], sizes) for spec in inputs}
-    if sizes and all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
+    if sizes and all(tensor.numel() <= _MAX_ELEMENTS for tensor in tiled.values()):
         axes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         yield OtherBatch(f"larger sizes ({axes})", batch_of(inputs, tiled))
     else:
@@ -381,8 +380,8 @@ def _extreme(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
     if value.dtype == torch.bool or value.is_floating_point() or not value.numel():
         return value
     if spec.rows or value.dtype.itemsize == 1:
-        most = min(spec.rows - 1 if spec.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max)
-        return torch.full_like(value, most)
+        largest = torch.iinfo(value.dtype).max
+        return torch.full_like(value, min(spec.rows - 1, largest) if spec.rows else largest)
     wide = value.long()  # few operations take unsigned integers
     return value if int(wide.abs().amax()) <= 1 else (wide * _LONGER).to(value.dtype)
 

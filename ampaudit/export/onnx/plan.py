@@ -1,8 +1,8 @@
 """Decides which nodes of an ONNX model stay in float32.
 
-A mask of -1e9 or of float32's lowest number means "no weight after the softmax". Any large negative number
-means the same, so that a mask may be clamped to the format, unlike data. A constant is a mask if it reaches
-nothing but softmaxes, after it was moved, selected, scaled or added to scores.
+A mask of -1e9, or of float32's lowest number, gives a weight of 0 after the softmax. Any large negative
+number does, so a mask, unlike data, may be clamped to the format. A constant is a mask if it reaches only
+softmaxes, after it has been moved, selected, scaled or added to scores.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from ampaudit.tuning.tune import tuned_rules
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_ENDS = {"Softmax", "LogSoftmax"}
+_SOFTMAXES = {"Softmax", "LogSoftmax"}
 _PASSED = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
 _MAX_STEPS = 2000
 _Setter = Callable[["ir.TensorProtocol"], None]
 _NEWEST_OPSET = 23
-# version in which the semantics of an operator changed in more than its attributes and inputs
+# version in which the semantics of an operator changed, besides its attributes and inputs
 _CHANGED_IN = {
     **{"Softmax": 13, "LogSoftmax": 13, "Hardmax": 13},
     **{"RoiAlign": 16, "Resize": 11, "GridSample": 20, "GroupNormalization": 21},
@@ -82,25 +82,25 @@ class ClampedMask:
 def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
     """Clamp the masks of a model, in place.
 
-    The new minimum is half of the lowest number of the format, which leaves room for the scores, divided by
-    the number of masks that are added to the same scores. Its magnitude must be large: in a fully masked row,
-    it absorbs the scores, as the original does.
+    The new minimum is half of the format's lowest number, which leaves room for the scores, divided by the
+    number of masks that are added to the same scores. Its magnitude must be large, because in a fully masked
+    row the mask absorbs the scores, as the original does.
     """
     import onnx_ir as ir
 
     masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Setter]] = []
     for value, constant, setter in _constants(model):
-        ends = _softmaxes(value)  # cheaper than reading the constant
+        ends = _softmaxes(value)  # first, since reading the constant takes longer
         if ends is None:
             continue
         values = tensor_of(constant)
         lowered = values.to(dtype)
         if (lowered.isneginf() & values.isfinite()).any() and not lowered.isposinf().any():
             masks.append((value, constant, ends, setter))
-    together = Counter(end for _, _, ends, _ in masks for end in ends)
+    masks_per_softmax = Counter(end for _, _, ends, _ in masks for end in ends)
     clamped_masks = []
     for value, constant, ends, setter in masks:
-        lowest = torch.finfo(dtype).min / 2 / max(together[end] for end in ends)
+        lowest = torch.finfo(dtype).min / 2 / max(masks_per_softmax[end] for end in ends)
         values = tensor_of(constant)
         beyond = values.to(dtype).isneginf() & values.isfinite()
         clamped = torch.where(beyond, torch.tensor(lowest, dtype=values.dtype), values)
@@ -143,7 +143,7 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
             node = use.node
             if node is None or node.domain:
                 return None
-            if node.op_type in _ENDS:
+            if node.op_type in _SOFTMAXES:
                 ends.add(node)
                 continue
             if node.op_type not in _PASSED or (node.op_type in ("Sub", "Div") and use.idx == 1):
@@ -158,28 +158,30 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxPlan:
-    """The decisions about a model."""
+    """A model with an audit that decides the type of each node."""
 
     file: OnnxFile  # copy of the model with clamped masks
-    audited: Audited  # audit that made the decisions
+    audited: Audited
     clamped: list[ClampedMask]
     names: NodeNames  # of the nodes in the audit
-    wishes: PlanWishes
+    requirements: PlanRequirements
     chooses: bool  # whether nodes choose by float32 numbers
     opset: int | None = None  # version to which the operator set was raised
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWishes:
-    """Requirements on a plan, besides a run without errors on the given inputs."""
+class PlanRequirements:
+    """Requirements on a plan, besides a run without errors on the source's batches."""
 
     clamp: bool = True  # masks that the format cannot represent; otherwise their readers stay in float32
     accuracy: float | None = None  # of every output in dB
-    before_choices: int = 0  # number of nodes before a choice that stay in float32
-    also: tuple[Batch, ...] = ()  # further batches on which the model must run without errors
+    before_choices: int = 0  # number of nodes before a choice to keep in float32
+    other_batches: tuple[Batch, ...] = ()  # on which the model must run without errors as well
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes) -> OnnxPlan:
+def plan_onnx(
+    source: ModelSource, config: ConvertConfig, session: Session, requirements: PlanRequirements
+) -> OnnxPlan:
     """Audit a model repeatedly, keeping broken ops in float32, until nothing breaks.
 
     Raises:
@@ -189,34 +191,38 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
     file = source.model.file.reopened()
     _infer_types(file.model)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
-    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if wishes.clamp else []
+    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if requirements.clamp else []
     model = OnnxModel(file)
     _observe_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
     is_fixed = config.names_policy
     rules = config.rules if is_fixed else load_policy(_POLICY)
-    accuracy = wishes.accuracy if config.tune is None else config.tune
+    accuracy = requirements.accuracy if config.tune is None else config.tune
     if accuracy is not None and not is_fixed:
         rules = tuned_rules(prepared, config.dtype, accuracy, config, session)
     if not is_fixed:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
-        before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else set()
+        before = (
+            nodes_before_choices(file.model, requirements.before_choices)
+            if requirements.before_choices
+            else set()
+        )
         for name, nodes, why in (("whole", whole, _WHY_WHOLE), ("choices", before, _WHY_CHOICES)):
             if nodes:
                 rules = _with_rule(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
     scan_config = ScanConfig.of(config)
-    for batch in wishes.also:
+    for batch in requirements.other_batches:
         other, rules = _audit_until_unbroken(
             replace(prepared, batches=(batch,)), rules, scan_config, session, is_fixed=is_fixed
         )
         # includes the sites that measured rules promote on that batch
         wide = {site.id for site in _computing(other) if _is_wide(site)}
         if wide:
-            patterns = tuple(sorted(pattern for site in wide for pattern in _each_turn(site)))
+            patterns = tuple(sorted(pattern for site in wide for pattern in _each_iteration(site)))
             rules = _with_rule(rules, "others", Match(site=patterns), _WHY_OTHERS)
     audited, _ = _audit_until_unbroken(prepared, rules, scan_config, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
-    return OnnxPlan(file, audited, clamped, model.names, wishes, chooses, raised)
+    return OnnxPlan(file, audited, clamped, model.names, requirements, chooses, raised)
 
 
 def _audit_until_unbroken(
@@ -243,8 +249,8 @@ def _computing(audited: Audited) -> list[Site]:
 def _sites_to_promote(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
     """Return the 16-bit ops with errors, and those that must be promoted with them.
 
-    These are connected ops that produce or read values beyond the format's range and, where an op in float32
-    still has an error, the ops that it reads.
+    The latter are connected ops that produce or read values beyond the format's range. If an op in float32
+    still has an error, they include the ops that produce its inputs.
     """
     traced, report = audited.audit.converted.traced, audited.report
     limit = low_precision_format(report.run.dtype).max / _MARGIN
@@ -275,15 +281,15 @@ def _sites_to_promote(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[S
 
 
 def _is_wide(site: Site) -> bool:
-    """Return whether an op computes in float32, due to a rule or to its inputs."""
+    """Return whether an op computes in float32, because of a rule or of its inputs."""
     if site.decision.cast in (Cast.FLOAT32, Cast.FORBID):
         return True
     follows = site.decision.cast is not Cast.LOWER and not site.role.converts
     return follows and site.dtype is torch.float32
 
 
-def _each_turn(site: SiteId) -> tuple[str, ...]:
-    """Return globs of a site and, as the body of a loop is one node, of its sites in other turns."""
+def _each_iteration(site: SiteId) -> tuple[str, ...]:
+    """Return globs for a site and its repetitions: a node in a loop has one site per iteration."""
     first = re.sub(r"#\d+$", "", site)
     return (glob.escape(first), f"{glob.escape(first)}#*") if first != site else (glob.escape(site),)
 
@@ -340,7 +346,7 @@ def _infer_types(model: ir.Model) -> None:
 
 
 def _observe_types(model: OnnxModel, batch: Batch) -> None:
-    """Set types that cannot be inferred, as after operators of a runtime, to those of a run."""
+    """Set types that cannot be inferred, such as those of a runtime's operators, from a run."""
     import onnx_ir as ir
 
     unknown = {value for node in model.file.nodes() for value in node.outputs if value.type is None}
@@ -379,17 +385,17 @@ def _with_large_values(names: Mapping[ir.Node, str], report: Report) -> set[ir.N
 
 
 def _passed_on(node: ir.Node) -> list[ir.Value]:
-    """Return the values that a node passes on unchanged: its operands, or the outputs of its bodies."""
+    """Return the values that a node passes on: operands that it moves, and outputs of its bodies."""
     operands = node.inputs if node.op_type in MOVING and not node.domain else ()
     returned = (value for body in bodies_of(node) for value in body.outputs)
     return [value for value in (*operands, *returned) if value is not None]
 
 
 def raise_opset(model: ir.Model, low: str) -> int | None:
-    """Raise the operator set to the lowest version at which as many nodes as possible support a format.
+    """Raise the operator set to the lowest version in which as many nodes as possible support a format.
 
-    Nodes stay unchanged, except that attributes that became inputs are moved. Versions are tried up to the
-    first at which a node would compute something else.
+    Nodes do not change, except for attributes that become inputs. Versions are tried up to the first in which
+    a node would compute something else.
 
     Returns:
         The new version, or ``None`` if it does not change.
@@ -407,7 +413,7 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
 
     best, most = version_before, count_low(version_before)
     for version in range(version_before + 1, min(_NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1):
-        if not all(_means_the_same(node, version_before, version) for node in nodes):
+        if not all(_is_equivalent(node, version_before, version) for node in nodes):
             break
         if count_low(version) > most:
             best, most = version, count_low(version)
@@ -422,8 +428,8 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
     return best
 
 
-def _means_the_same(node: ir.Node, version_before: int, version: int) -> bool:
-    """Return whether a node computes the same in two versions of its operator set."""
+def _is_equivalent(node: ir.Node, version_before: int, version: int) -> bool:
+    """Return whether a node computes the same function in two versions of its operator set."""
     old, new = (schema_of("", node.op_type, number) for number in (version_before, version))
     if old is None or new is None or new.deprecated:
         return False

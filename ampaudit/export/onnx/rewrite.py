@@ -1,8 +1,8 @@
-"""Applies chosen types to an ONNX graph: inserts casts, and stores values in 16 bits.
+"""Chooses the type of each node of an ONNX graph, inserts casts, and stores values in 16 bits.
 
 The decisions of the audit are fixed. Nodes that only move values, or compute constants, may have either type.
-The choice with the fewest casts, at most one per value and direction, is a minimum cut: nodes on the side of
-the source are in float32, those on the side of the sink in 16 bits.
+The choice with the fewest casts, at most one per value and direction, is a minimum cut of a flow network:
+nodes on the side of the source are in float32, those on the side of the sink in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import networkx as nx
     import onnx_ir as ir
 
-_FLOAT32, _LOW = "float32", "low"  # source and sink; no node of a graph is text
+_FLOAT32, _LOW = "float32", "low"  # source and sink of the network; its other nodes are no strings
 _CAST_COST, _WIDE_COST = 1000, 1  # a cast is as bad as a thousand nodes that move values in float32
 _SMALL = 4096  # size in bytes up to which a value that is needed in both types is stored twice
 _TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
@@ -39,13 +39,13 @@ Use = tuple["ir.Node", int]
 
 @dataclass(slots=True)
 class Regions:
-    """The chosen types."""
+    """The types that nodes support, and the choice among them."""
 
     types: dict[ir.Node, NodeTypes] = field(default_factory=dict)  # of every node's inputs and outputs
-    wide: set[ir.Node] = field(default_factory=set)  # nodes that work in float32
+    wide: set[ir.Node] = field(default_factory=set)  # nodes that compute in float32
 
     def is_low(self, node: ir.Node) -> bool:
-        """Return whether a node works in 16 bits."""
+        """Return whether a node computes in 16 bits."""
         return node in self.types and node not in self.wide
 
     def slot_is_low(self, node: ir.Node, slot: SlotType) -> bool | None:
@@ -81,7 +81,7 @@ def choose_types(
 
 @dataclass(slots=True)
 class _Network:
-    """Builds the flow network of nodes and of the costs of casting each value; ``free`` are undecided."""
+    """Builds the flow network, with the costs of casts as capacities; ``free`` nodes are undecided."""
 
     flow: nx.DiGraph
     regions: Regions
@@ -91,7 +91,7 @@ class _Network:
     free: list[ir.Node] = field(default_factory=list)
 
     def add_graph(self, graph: ir.Graph, border: Any) -> None:
-        """Add the nodes of a graph, whose inputs and outputs have the type of ``border``."""
+        """Add the nodes of a graph whose inputs and outputs have the type of the node ``border``."""
         for node in graph:
             self._add_node(node)
             for body in bodies_of(node):
@@ -126,7 +126,7 @@ class _Network:
         return moves or constant or not any(map(is_float32, (*node.inputs, *node.outputs)))
 
     def _producer(self, producer: Any, value: ir.Value) -> Any:
-        """Return the node whose type a value has, or the source if the value is always in float32."""
+        """Return the node that determines the type of a value, or the source if that is always float32."""
         node = value.producer()
         if producer in (_FLOAT32, _LOW) or node is None or node is not producer:
             return producer
@@ -204,7 +204,7 @@ class Rewriter:
     def _uses(
         self, graph: ir.Graph, value: ir.Value, border: bool
     ) -> tuple[dict[bool, list[Use]], bool | None]:
-        """Return the uses of a value by required type (whether 16 bits), and the type as a graph output."""
+        """Return the uses of a value by whether they need 16 bits, and whether it does as a graph output."""
         uses: defaultdict[bool, list[Use]] = defaultdict(list)
         for use in value.uses():
             assert use.node is not None
@@ -233,7 +233,7 @@ class Rewriter:
     def _convert_stored_value(
         self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None
     ) -> None:
-        """Store a constant in the type of its users, twice if it is small, or cast it for some of them."""
+        """Store a constant in the type of its users; if these differ, store it twice, or cast a large one."""
         uses, output = self._uses(graph, value, border)
         tensor = value.const_value if node is None else constant_of(node)
         if tensor is None or not (uses[True] or output):
@@ -264,7 +264,7 @@ class Rewriter:
         node.attributes["value"] = ir.AttrTensor("value", tensor)
 
     def _lazily(self, tensor: ir.TensorProtocol, to: ir.DataType, name: str) -> ir.TensorProtocol:
-        """Return a tensor that is read and converted on demand."""
+        """Return a tensor that reads and converts another one on demand."""
         import onnx_ir as ir
 
         dtype = torch_dtype_of(to)
@@ -296,7 +296,7 @@ class Rewriter:
         return output
 
     def _set_type_attribute(self, node: ir.Node) -> None:
-        """Set the attribute that defines the result type of some operators."""
+        """Set the attribute that defines the result type of a node, if its operator has one."""
         import onnx_ir as ir
 
         if node.domain or not self.regions.is_low(node):

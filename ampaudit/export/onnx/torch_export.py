@@ -1,4 +1,4 @@
-"""Writes the exported program as ONNX with the casts of the plan, checks it, and runs it beside torch."""
+"""Writes the exported program as ONNX with the casts of the plan, checks it, and compares it with torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
 _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_MIN_DB = 25.0  # accuracy after a few roundings of bfloat16; a dropped eps or cast of a norm is worse
-_BFLOAT16_OPSET = 22  # the first in which convolutions, pooling, resizing and norms take the format
+_MIN_DB = 25.0  # a few roundings of bfloat16 are above it, a norm without its eps or cast is below
+_BFLOAT16_OPSET = 22  # the first whose convolutions, pooling, resizing and norms support the format
 _SPLITS = frozenset({"split", "split_with_sizes", "unsafe_split", "chunk", "unbind", "tensor_split"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -76,7 +76,7 @@ def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str
     largest = 0.0
     for ours, (name, theirs) in zip(outputs, expected, strict=True):
         if not theirs.isfinite().all():
-            continue  # the audit reported it, and the user wants the file nevertheless
+            continue  # the audit has reported it, and the user wants the file anyway
         error, accuracy = compare_output(ours, theirs)
         if error is None or (accuracy is not None and accuracy < _MIN_DB):
             what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
@@ -177,10 +177,10 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
 
 
 def _without_lists(program: ExportedProgram) -> ExportedProgram:
-    """Return a copy of a program whose lists of tensors the exporter writes as valid ONNX.
+    """Return a copy of a program without the lists of tensors that the exporter writes as invalid ONNX.
 
-    In lists that are joined, the exporter promotes no dtype. The parts of a tensor become a sequence, which
-    ONNX does not have of bfloat16, so they are taken as slices.
+    The exporter does not promote tensors of different dtypes in a list, so they are cast here. It writes the
+    results of a split as a sequence, and ONNX has no sequences of bfloat16, so slices replace the split.
     """
     copied = copy.copy(program)
     graph = copy.deepcopy(program.graph)
@@ -200,35 +200,37 @@ def _without_lists(program: ExportedProgram) -> ExportedProgram:
 
 
 def _promoted(graph: fx.Graph, joined: Any, dtype: torch.dtype) -> Any:
-    """Cast floats, and what is joined with them, to a dtype; return anything else, such as indices."""
+    """Cast a list of tensors with different dtypes to one dtype; return other arguments unchanged."""
     if not isinstance(joined, list | tuple) or not all(isinstance(item, fx.Node) for item in joined):
         return joined
     dtypes = [item.meta["val"].dtype for item in joined]
     if len(set(dtypes)) < 2 or not any(each.is_floating_point for each in dtypes):
         return joined
     return [
-        item if old == dtype else _called(graph, item, torch.ops.aten._to_copy.default, dtype=dtype)
+        item if old == dtype else _insert_call(graph, item, torch.ops.aten._to_copy.default, dtype=dtype)
         for item, old in zip(joined, dtypes, strict=True)
     ]
 
 
 def _take_slices(graph: fx.Graph, node: fx.Node, axis: int, parts: Sequence[torch.Tensor]) -> None:
-    """Replace the parts of a tensor along a dimension by slices of it, where their sizes are known."""
+    """Replace the results of a split by slices of the tensor, if their sizes are known."""
     if not all(isinstance(size, int) for part in parts for size in part.shape):
         return
     whole, start = node.all_input_nodes[0], 0
     for index, part in enumerate(parts):
         if part.dim() < whole.meta["val"].dim():
-            piece = _called(graph, whole, torch.ops.aten.select.int, axis, index)
+            piece = _insert_call(graph, whole, torch.ops.aten.select.int, axis, index)
         else:
-            piece = _called(graph, whole, torch.ops.aten.slice.Tensor, axis, start, start + part.shape[axis])
+            piece = _insert_call(
+                graph, whole, torch.ops.aten.slice.Tensor, axis, start, start + part.shape[axis]
+            )
             start += part.shape[axis]
         for item in [user for user in node.users if user.args[1] == index]:
             piece.meta["custom"] = item.meta.get("custom", {})
             item.replace_all_uses_with(piece)
 
 
-def _called(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _insert_call(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
     called = graph.call_function(op, (value, *args), kwargs)
     called.meta["val"] = op(value.meta["val"], *args, **kwargs)
     return called
@@ -240,7 +242,7 @@ def _has_bfloat16(program: ExportedProgram) -> bool:
 
 
 def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
-    """Replace the exporter's symbols for axes of inputs by the axes' names, wherever they occur."""
+    """Replace the exporter's symbols for the axes of inputs by the user's names, also in outputs."""
     symbols: dict[str, str] = {}
     for value, axes in zip(exported.model.graph.inputs, names, strict=False):
         symbols |= {str(value.shape[axis]): name for axis, name in axes.items()}
@@ -298,16 +300,13 @@ def _planned_casts(program: ExportedProgram) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class OnnxMetadata:
-    """Short texts by key, for each node by its name in the program and for the whole model."""
+    """Short texts by key, for the nodes of a program by name and for the whole model."""
 
     nodes: Mapping[str, Mapping[str, str]]
     model: Mapping[str, str]
 
     def mark_nodes(self, program: ExportedProgram) -> None:
-        """Mark the nodes that have metadata; marks survive the exporter's decompositions.
-
-        Names do not: a new node may be given the name that another one had.
-        """
+        """Mark nodes that have metadata; marks survive the exporter's decompositions, and names do not."""
         for node in program.graph.nodes:
             if node.name in self.nodes:
                 node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: node.name}

@@ -1,4 +1,4 @@
-"""Reads from ONNX's schemas which types the inputs and outputs of a node may have."""
+"""Derives the types that a node's inputs and outputs may have from the schemas of ONNX."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ def _alike(node: ir.Node, slot: SlotType, *, takes_low: bool) -> NodeTypes:
 
 
 def _special(node: ir.Node) -> NodeTypes | None:
-    """Return the types of operators with bodies, of conversions, and of operators without float results."""
+    """Return the types of operators whose schema does not tell them; ``None`` for other operators.
+
+    These have bodies, convert types, or accept any type.
+    """
     if node.domain:
         return None
     if node.op_type in ("If", "Loop", "Scan"):
@@ -136,5 +139,5 @@ def nonstandard_operators(model: ir.Model) -> set[str]:
 
 
 def _formal(formals: Any, index: int) -> Any:
-    """Return the formal parameter of an argument; the last parameter may be variadic."""
+    """Return the schema's parameter for an argument; the last parameter may be variadic."""
     return formals[min(index, len(formals) - 1)]

@@ -1,10 +1,10 @@
 """Finds ops that need float32 because they compute with integers.
 
-Positions, counts, sizes and labels are integers that become floats. A 16-bit format represents all integers
-up to 2^11 (bfloat16: 2^8) and few larger ones, so results that are right on short inputs can be wrong on
-longer ones. Types, shapes and constants bound an integer. One that is not proven to fit stays in float32
-until it is used (as an index, in a comparison, as a divisor), is bounded (by a sine), or is combined with
-numbers that the model computes from its floating-point inputs and weights.
+Positions, counts, sizes and labels are integers that become floats. Float16 represents all integers up to
+2^11 (bfloat16: 2^8) and few larger ones, so results that are right on short inputs can be wrong on longer
+ones. Types, shapes and constants bound an integer. An integer that may be too large stays in float32 until it
+is used (as an index, in a comparison, as a divisor), is bounded (by a sine), or is combined with numbers that
+the model computes from its floating-point inputs and weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ampaudit.source.onnx.names import bodies_of, is_constant
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_MOST_ELEMENTS = 1 << 16  # size up to which a constant is read; larger ones are weights
+_MAX_ELEMENTS = 1 << 16  # size up to which a constant is read; larger ones are weights
 _ANGLE_ERROR = 0.1  # acceptable error of an angle in radians
 _JOINING = {"Concat", "Max", "Min", "ScatterElements", "ScatterND", "Where"}
 _KEEPING = {"Abs", "Cast", "CastLike", "Identity", "Neg", "ReduceMax", "ReduceMin", "Relu"}
@@ -41,10 +41,10 @@ class _Number:
 
     peak: float = math.inf  # bound on their magnitudes
     whole: bool = False  # they are integers
-    counted: bool = False  # they were computed from variable integers, or accumulated, like phases
+    counted: bool = False  # they are computed from variable integers, or accumulated, like phases
     grows: bool = False  # they grow with the length of an input
-    varies: bool = False  # they were computed from floating-point inputs or weights
-    plain: bool = False  # they are original integers, rounded at most once
+    varies: bool = False  # they are computed from floating-point inputs or weights
+    plain: bool = False  # they are integers without arithmetic, rounded at most once
 
     def fits(self, form: NumberFormat) -> bool:
         """Return whether a format represents each of them exactly and distinctly."""
@@ -73,7 +73,7 @@ class _Numbers:
 
     def __init__(self, form: NumberFormat, tensor_of: TensorOf) -> None:
         self.needed: list[ir.Value] = []  # values that must be exact
-        self.nodes: set[ir.Node] = set()  # nodes that need them
+        self.nodes: set[ir.Node] = set()  # nodes that read a needed value
         self._form = form
         self._tensor_of = tensor_of
         self._known: dict[ir.Value, _Number] = {}
@@ -89,8 +89,8 @@ class _Numbers:
             for body in bodies:
                 self._enter(node, body)
                 self.visit(body)
-            for value, must in zip(node.inputs, _needs(node, inputs, self._form), strict=True):
-                if must and value is not None:
+            for value, is_needed in zip(node.inputs, _needs(node, inputs, self._form), strict=True):
+                if is_needed and value is not None:
                     self.needed.append(value)
                     self.nodes.add(node)
             results = (
@@ -101,7 +101,7 @@ class _Numbers:
                 self._known[value] = self._limited(value, number)
 
     def of(self, value: ir.Value) -> _Number:
-        """Return the properties of a value: derived ones, or those of its constant or its type."""
+        """Return the properties of a value, which come from its node, its constant or its type."""
         import onnx_ir as ir
 
         if value not in self._known:
@@ -110,7 +110,7 @@ class _Numbers:
             stored = constant_of(node) if node is not None and is_constant(node) else default
             if stored is None:
                 self._known[value] = self._limited(value, _REAL)
-            elif stored.size > _MOST_ELEMENTS or stored.dtype == ir.DataType.STRING:
+            elif stored.size > _MAX_ELEMENTS or stored.dtype == ir.DataType.STRING:
                 self._known[value] = _REAL
             else:
                 self._known[value] = _constant(self._tensor_of(stored), self._form)
@@ -178,8 +178,8 @@ class _Numbers:
 def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
     """Return the properties of a constant.
 
-    A table of more distinct integers than the format represents is assumed to hold positions, of which an
-    audit sees only the first.
+    A table with more distinct integers than the format represents is assumed to hold positions. An audit sees
+    only the first of them.
     """
     values = tensor.double()
     peak = float(values.abs().amax()) if values.numel() else 0.0
@@ -216,7 +216,7 @@ def _size(value: ir.Value | None, axis: int) -> float:
 
 
 def _sizes(value: ir.Value | None) -> list[float]:
-    """Return the size of each axis, infinity if it is unknown; one infinity if their number is unknown."""
+    """Return the size of each axis, with infinity for an unknown one, or for all if the rank is unknown."""
     shape = None if value is None else value.shape
     return [math.inf] if shape is None else [_size(value, axis) for axis in range(len(shape))]
 
@@ -305,7 +305,7 @@ def _results(node: ir.Node, inputs: Sequence[_Number]) -> list[_Number]:
 
 
 def _needs(node: ir.Node, inputs: Sequence[_Number], form: NumberFormat) -> Iterator[bool]:
-    """Yield for each input whether it must be exact and the format cannot represent it."""
+    """Yield for each input whether it must be exact and may not be in the format."""
     op = node.op_type
     output = node.outputs[0] if node.outputs else None
     to_integer = op == "Cast" and output is not None and output.dtype is not None and not is_float32(output)

@@ -20,7 +20,7 @@ ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Write a model in topological order; more than a gigabyte of weights goes to a second file."""
+    """Write a model in topological order; weights of more than 1 GiB go to a second file."""
     import onnx_ir as ir
     from onnx_ir.passes.common import TopologicalSortPass
 
@@ -56,7 +56,7 @@ def _save(model: ir.Model, path: Path, large: Mapping[str, ir.TensorProtocol]) -
 
 
 def casts_in(model: ir.Model) -> Counter[str]:
-    """Count casts between float formats by the format that they cast to."""
+    """Count casts between float formats by target format."""
     import onnx_ir as ir
 
     casts: Counter[str] = Counter()
