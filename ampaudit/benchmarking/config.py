@@ -38,7 +38,7 @@ def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
             hint = f"{did_you_mean(name, MODES)}one of: {', '.join(MODES)}"
             raise UsageError(f"--modes {name}: no such mode", hint=hint)
     if not names:
-        raise UsageError("--modes names none", hint=f"some of: {', '.join(MODES)}")
+        raise UsageError("--modes is empty", hint=f"some of: {', '.join(MODES)}")
     return names
 
 
@@ -49,18 +49,18 @@ def _read_sizes(given: Any) -> Any:
     try:
         return [int(size) for size in given.split(",")]
     except ValueError:
-        raise _no_sizes(given) from None
+        raise _sizes_error(given) from None
 
 
 def _check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Reject sizes below 1, and drop duplicates."""
     if min(sizes, default=1) < 1:
-        raise _no_sizes(",".join(map(str, sizes)))
+        raise _sizes_error(",".join(map(str, sizes)))
     return tuple(dict.fromkeys(sizes))
 
 
-def _no_sizes(given: str) -> UsageError:
-    return UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
+def _sizes_error(given: str) -> UsageError:
+    return UsageError(f"--batch-size {given}: give positive integers, such as 8,32")
 
 
 class BenchConfig(Config):
@@ -107,5 +107,5 @@ class BenchConfig(Config):
     ] = None
 
     def check(self) -> None:
-        """Raise early for a device that this machine lacks."""
+        """Check that this machine has the device."""
         check_device(self.device)

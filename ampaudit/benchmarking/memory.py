@@ -1,7 +1,7 @@
-"""Measures the peak memory of a step as counted by torch's allocator.
+"""Measures and predicts the peak memory of a step, as torch's allocator counts it.
 
-Every allocation is made in order and counted while it lives (by torch's memory tracker), but nothing is
-computed. Workspaces inside kernels are not included.
+A prediction runs the step on fake tensors, which compute nothing, while torch's memory tracker counts every
+allocation as long as it lives. Workspaces inside kernels are not included.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SHARED = ("_ampaudit_compiled", "_ampaudit")  # attributes with graphs, which c
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Count the bytes of parameters, buffers, gradients and optimizer state; shared memory counts once."""
+    """Count the bytes of parameters, buffers, gradients and optimizer state; shared storages count once."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     return storage_bytes([*tensors, *(optimizer_state(optimizer) if optimizer is not None else [])])
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of the storages of tensors, each once."""
+    """Count the bytes of the storages of tensors; a shared storage counts once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -48,8 +48,8 @@ class Peak:
     Attributes:
         total: Peak of all allocations.
         workspace: Part that kernels allocate and free themselves; ``None`` on a GPU, where it is unknown.
-            Libraries choose kernels by the processor (oneDNN packs weights for AMX), so this part differs
-            between machines; the rest does not.
+            This part differs between machines, because libraries choose kernels by processor (oneDNN packs
+            weights for AMX); the rest does not.
     """
 
     total: int
@@ -59,8 +59,8 @@ class Peak:
 def measure_peak(step: Callable[[], object], live: int, device: torch.device) -> Peak:
     """Measure the peak of allocated memory during a step.
 
-    On a GPU, this is torch's own count. On a CPU, it is ``live``, the bytes allocated before, plus the
-    highest running sum of the allocations and frees in the step, as recorded by torch's profiler.
+    On a GPU, this is torch's own count. On a CPU, it is the bytes allocated before (``live``) plus the
+    highest running sum of the allocations and frees in the step, which torch's profiler records.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -68,7 +68,7 @@ def measure_peak(step: Callable[[], object], live: int, device: torch.device) ->
         step()
         torch.cuda.synchronize(device)
         return Peak(int(torch.cuda.max_memory_allocated(device)), None)
-    calls = _profiled(step)
+    calls = _profile(step)
     total = _peak_sum(calls)
     return Peak(live + total, total - _peak_sum(_without_workspaces(calls)))
 
@@ -83,7 +83,7 @@ class _Call:
     kernel_end: int  # of the kernel that made the call; 0 outside of a kernel
 
 
-def _profiled(step: Callable[[], object]) -> list[_Call]:
+def _profile(step: Callable[[], object]) -> list[_Call]:
     """Profile a step, and return the calls of the allocator by time; frees come first."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages at start and end
     with torch.profiler.profile(
@@ -105,22 +105,22 @@ def _profiled(step: Callable[[], object]) -> list[_Call]:
 
 
 def _kernels() -> frozenset[str]:
-    """Return the ops that compute, without those that only call other ops."""
+    """Return the names of ops that compute, without those that only call other ops."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     every = torch._C._dispatch_get_all_op_names()
     return frozenset(name.split(".")[0] for name in every) - {name.split(".")[0] for name in composite}
 
 
 def _without_workspaces(calls: list[_Call]) -> list[_Call]:
-    """Leave out workspaces: memory that a kernel allocated and freed before it ended."""
+    """Remove the calls for workspaces: memory that a kernel allocates, and frees before it ends."""
     remaining = dict(enumerate(calls))
     alive: dict[int, int] = {}
     for index, call in enumerate(calls):
         if call.size > 0:
             alive[call.address] = index
-        elif (allocation := alive.pop(call.address, None)) is not None and call.time <= calls[
-            allocation
-        ].kernel_end:
+            continue
+        allocation = alive.pop(call.address, None)
+        if allocation is not None and call.time <= calls[allocation].kernel_end:
             del remaining[allocation], remaining[index]
     return list(remaining.values())
 
@@ -134,7 +134,8 @@ def predict_step(
 ) -> tuple[Memory, list[OpCost]]:
     """Predict the memory at the peak of a step, and the cost of its ops.
 
-    The runner's model has run once with inputs of this shape. The batch size is the setup's by default.
+    The runner's model must have run once with inputs of this shape. By default, the batch size is the
+    setup's.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -173,7 +174,7 @@ def predict_step(
 
 
 def holds_graph(model: nn.Module) -> bool:
-    """Return whether a model runs a graph, which is specialized to one input shape."""
+    """Return whether a model runs a graph, which is valid for one input shape only."""
     return any(name in vars(model) for name in _SHARED)
 
 
@@ -202,9 +203,9 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         fake, _ = make_fake_model(model, mode, {})
     for name, value in shared.items():
         setattr(fake, name, value.fixed() if isinstance(value, TraceCache) else value)
-    wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in fake.named_parameters():
-        parameter.requires_grad_(wants[name])
+        parameter.requires_grad_(requires_grad[name])
     for module in fake.modules():  # the tracker cannot hook parameters without gradients
         for name, weight in list(module._parameters.items()):
             if weight is not None and not weight.requires_grad:
@@ -215,7 +216,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_graphs(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Remove, while active, the graphs that a copy of the module would share."""
+    """Remove the graphs that a copy of the module would share, while active."""
     shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
     for name, value in shared.items():
         setattr(model, name, type(value)())

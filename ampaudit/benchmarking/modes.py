@@ -65,9 +65,9 @@ def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
 
 @dataclass
 class ModeRunner:
-    """A mode that can be run."""
+    """A mode that is ready to run."""
 
-    how: str  # description for readers
+    how: str  # description for the report
     model: nn.Module  # with its weights, on the device
     # entered around forward passes outside of training
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -146,7 +146,7 @@ def _autocast(setup: BenchSetup) -> ModeRunner:
     if setup.target is not None and setup.target.capability is not None and kind != "cuda":
         runner = _converted(replace(setup, rules=load_policy("torch-cuda")), folded=False)
         runner.how = (
-            f"the casts of torch.autocast('cuda', {setup.form.name}), in a graph: there is no GPU here"
+            f"the casts of torch.autocast('cuda', {setup.form.name}), as a graph: this machine has no GPU"
         )
         return runner
     try:
@@ -171,7 +171,7 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
     traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
     converted = attach_weights(traced)
     graph = fold_casts(converted, "inference" if folded else "train")
-    for node in graph.graph.nodes:  # traced on the model's device
+    for node in graph.graph.nodes:  # whose devices are those of the model
         node.target, node.args, node.kwargs = call_on(node, setup.device)
     values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()
@@ -180,7 +180,7 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
 
 def _compiled(setup: BenchSetup) -> ModeRunner:
     if setup.train:
-        raise NotSupported("a prepared model traces itself: it cannot be compiled again")
+        raise NotSupported("a prepared model traces itself, so it cannot be compiled")
     runner = _converted(setup)
     compiled: Any = torch.compile(runner.model)
     runner = replace(runner, model=compiled, how=f"{runner.how}, torch.compile")
@@ -198,17 +198,17 @@ def batch_size_of(batch: Batch) -> int:
 
 
 def resized(batch: Batch, size: int) -> Batch:
-    """Resize a batch to ``size`` samples: repeat or cut every tensor whose first dimension is the batch's.
+    """Resize a batch to ``size`` samples, by repeating or truncating the tensors with a batch dimension.
 
     Raises:
-        InputError: No tensor has the dimension of the batch.
+        InputError: No tensor has a batch dimension.
     """
     current = batch_size_of(batch)
     if current == size:
         return batch
     tensors = tensor_leaves((*batch.args, batch.item), batch.kwargs)
     if not any(t.ndim > 0 and t.shape[0] == current for t in tensors):
-        raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
+        raise InputError("the inputs have no batch dimension", hint="leave out --batch-size")
 
     def change(value: torch.Tensor) -> torch.Tensor:
         if value.ndim == 0 or value.shape[0] != current:
@@ -219,7 +219,7 @@ def resized(batch: Batch, size: int) -> Batch:
 
 
 def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-    """Move a batch to a device, and floating-point tensors to another dtype if one is given."""
+    """Move a batch to a device, and cast floating-point tensors to a dtype if one is given."""
 
     def move(value: torch.Tensor) -> torch.Tensor:
         return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)

@@ -84,7 +84,7 @@ def bench(
     setup = BenchSetup(opened, device, form, rules, config.train, config.seed, config.target)
     first = opened.batches[0]
     rows: list[BenchRow] = []
-    most: tuple[Largest, ...] = ()
+    largest_batches: tuple[Largest, ...] = ()
     interrupted = False
     for size in config.sizes or (batch_size_of(first),):
         measured, interrupted = _measure_size(with_batch_size(setup, size), size, config, session.on_progress)
@@ -95,7 +95,7 @@ def bench(
         raise KeyboardInterrupt
     if config.max_batch and not interrupted:
         try:
-            most = tuple(largest(setup, config.modes, session.on_progress))
+            largest_batches = tuple(find_largest(setup, config.modes, session.on_progress))
         except KeyboardInterrupt:
             interrupts.deliver_anyway()
             interrupted = True
@@ -106,14 +106,14 @@ def bench(
         tool=THIS_TOOL,
         model=ModelInfo(opened.location, opened.kind, opened.sha256),
         device=kind,
-        device_name=next((measured.name for measured in machine.devices if measured.kind == kind), kind),
+        device_name=next((device.name for device in machine.devices if device.kind == kind), kind),
         dtype=setup.form.name,
         policy=setup.rules.name,
         train=config.train,
         repeats=config.repeats,
         rows=tuple(rows),
         target=config.target.id if config.target is not None else None,
-        largest=most,
+        largest=largest_batches,
         interrupted=interrupted,
         notes=tuple(_notes(config, kind)),
         environment=this_environment(),
@@ -154,8 +154,8 @@ def _measure_size(
     return [finish_run(run, exact) for run in runs], interrupted
 
 
-def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iterator[Largest]:
-    """Find the largest batch of each mode, measured on a GPU or predicted for the device of ``--for``."""
+def find_largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iterator[Largest]:
+    """Find the largest batch of each mode, measured on a GPU or predicted for the target device."""
     for index, mode in enumerate(modes):
         progress("largest batch", index, len(modes))
         fits, how = _fits(mode, setup)
@@ -164,7 +164,7 @@ def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iter
 
 
 def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
-    """Return a function that tests a batch size, ``None`` if that is impossible, and its description."""
+    """Return a function that tests whether a batch size fits, or ``None``, and a description of the test."""
     target = setup.target
     if target is not None:
         if not target.memory_gb:
@@ -174,7 +174,7 @@ def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, s
             runner = build_mode(mode, setup)
         except NotSupported:
             return None, ""
-        if holds_graph(runner.model):  # which accepts only the batch size of its trace
+        if holds_graph(runner.model):  # a graph accepts only the batch size of its trace
             return None, ""
         return (
             lambda size: predict_step(runner, setup, size=size)[0].peak <= limit,
@@ -196,7 +196,7 @@ def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, s
 def search(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     """Return the largest size up to ``limit`` that fits, by doubling and then bisecting; 0 if none does.
 
-    Above 64 the result is accurate to 3 %, as each test takes seconds.
+    Above 64, the result is only accurate to 3 %, since each test takes seconds.
     """
     size = 1
     if not fits(size):
@@ -246,7 +246,7 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         run.row = replace(row, status="not supported", note=str(error))
     except AuditError as error:
         if mode == "fp32":
-            raise  # then no mode can run
+            raise  # no other mode could run either
         run.row = replace(row, status="failed", note=str(error.args[0]))
     except Exception as error:  # the model's code may raise anything
         run.row = _failed(row, error)
@@ -273,7 +273,7 @@ def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> Be
 
 
 def _metric(setup: BenchSetup, output: Any) -> float | None:
-    """Compute the model file's metric of an output; ``None`` without a metric or if it fails."""
+    """Compute the metric of the model file; ``None`` if there is none, or it fails."""
     if setup.source.metric is None:
         return None
     try:
@@ -284,7 +284,7 @@ def _metric(setup: BenchSetup, output: Any) -> float | None:
 
 
 def time_step(run: ModeRun, device: torch.device) -> None:
-    """Time one more step; if it fails, the mode ends and its memory is released."""
+    """Time one more step; if it fails, the mode is not run again and its memory is released."""
     assert run.runner is not None
     assert run.batch is not None
     try:
@@ -317,7 +317,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...] | None) -> BenchRow:
-    """Return the finished row; ``exact`` are the outputs of fp32, ``None`` if it did not run."""
+    """Return the finished row; ``exact`` are the outputs of fp32, or ``None`` if it did not run."""
     row = run.row
     if row.status != "ok":
         return row
@@ -338,7 +338,10 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...] | None) -> BenchRow
 def _accuracy(
     exact: tuple[torch.Tensor, ...] | None, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[float | None, str]:
-    """Return the accuracy of the least accurate output in dB, ``None`` if exact; or why there is none."""
+    """Return the accuracy of the least accurate output in dB, and a problem if it cannot be computed.
+
+    Without a problem, ``None`` means that all outputs are exact.
+    """
     if exact is None:
         return None, "fp32 did not run"
     if len(exact) != len(outputs):

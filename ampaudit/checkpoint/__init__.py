@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 SINGLE = "model.safetensors"  # the working weights, unless they are in shards
-MASTER = "master"  # stands for "model" in the names of the masters' files
+MASTER = "master"  # replaces "model" in the names of the masters' files
 PROGRAM = "model.pt2"
 ONNX = "model.onnx"
 PLAN = "plan.yaml"
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 # files of a conversion besides the weights; torch writes large ONNX weights to a separate file
 BESIDE_WEIGHTS = frozenset({PROGRAM, ONNX, f"{ONNX}.data", PLAN, REPORT, REFERENCE})
 
-# a recording: what was recorded, and two files per call
+# a recording: its description, and two files per call
 RECORDING = "recording.json"
 CALL_FILES = "call-*.json"
 
@@ -46,5 +46,5 @@ FLOAT_TYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 def call_file(number: int) -> str:
-    """Return the name of the file with a call's arguments; its tensors are beside it."""
+    """Return the name of the file with a call's arguments; a file beside it holds their tensors."""
     return f"call-{number:06d}.json"

@@ -1,4 +1,4 @@
-"""Reads the zip archives that torch writes, uncompressed and under one folder, and no other ones."""
+"""Reads zip archives as torch writes them, uncompressed and in one folder; all others are rejected."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ _NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.{1,2}/)[^/\\\0]+/)+(?!\.{1,2}$)[^/\\\0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where a member is in the file."""
+    """The position of a member in the file."""
 
-    header: int
+    header: int  # start of its header
     start: int  # of its bytes
     size: int
     crc32: int  # 0 if none was computed
 
 
 class Archive:
-    """A zip archive, mapped into memory; its members' names are those below its one folder.
+    """A zip archive, mapped into memory; members are named by their path in its one folder.
 
-    Every fact that zip files hold twice must agree, so that no other reader sees other members. ``data`` are
+    Zip files hold many facts twice. Both must agree, so that no other reader sees other members. ``data`` are
     the bytes of an archive within an archive; by default the whole file.
 
     Raises:
-        AuditError: The file is missing, or not an archive as torch writes it; the error has the given type.
+        AuditError: The file is missing, or not an archive as torch writes it. The error has the type
+        ``error``.
     """
 
     def __init__(self, path: Path, error: type[AuditError], data: memoryview | None = None) -> None:
@@ -79,7 +80,7 @@ class Archive:
         return data
 
     def mapped(self, name: str) -> memoryview:
-        """Return the bytes of a member without reading them; what is written to them stays in memory.
+        """Return the bytes of a member without reading them; writes to them do not reach the file.
 
         Raises:
             AuditError: There is no such member. The error has the archive's type.
@@ -133,7 +134,7 @@ class Archive:
         end = len(self._data) - _END.size
         signature, disk, first_disk, here, count, size, at, comment = _END.unpack_from(self._data, end)
         if signature != b"PK\x05\x06" or comment:
-            raise self._broken("it does not end as such an archive does; it may be truncated")
+            raise self._broken("its end is not that of an archive; it may be truncated")
         numbers = (disk, first_disk, here, count, size, at)
         locator = end - _END64_LOCATOR.size
         if locator >= _END64.size and bytes(self._data[locator : locator + 4]) == b"PK\x06\x07":
@@ -143,10 +144,10 @@ class Archive:
             fits = all(a in (b, 0xFFFF, _IN_ZIP64) for a, b in zip(numbers, wide, strict=True))
             expected = b"PK\x06\x06", _END64.size - 12, end, 0, 1
             if (signature, length, place, disk, disks) != expected or not fits:
-                raise self._broken("its end says two different things")
+                raise self._broken("its two end records differ")
             disk, first_disk, here, count, size, at = wide
         if disk or first_disk or here != count or at + size != end:
-            raise self._broken("its table of members is not where its end says")
+            raise self._broken("its table of members is not where its end record says")
         if count > MAX_MEMBERS or size > _MAX_DIRECTORY:
             raise self._broken(f"it has {count:,} members; {MAX_MEMBERS:,} are allowed")
         return count, at, end
@@ -161,7 +162,7 @@ class Archive:
         return name
 
     def _start(self, raw: bytes, flags: int, central: tuple[int, int, int], offset: int) -> int:
-        """Return where a member's bytes begin, after its own header."""
+        """Return where the bytes of a member begin: after the header in front of them, which is checked."""
         if offset + _LOCAL.size > len(self._data):
             raise self._broken(f"{describe(raw.decode())} lies outside of the file")
         signature, *local = _LOCAL.unpack_from(self._data, offset)
@@ -184,10 +185,12 @@ class Archive:
 
 
 def map_privately(path: Path, error: type[AuditError]) -> mmap.mmap:
-    """Map a regular file into memory, so that what is written to it stays there.
+    """Map a regular file into memory; writes to the mapping do not reach the file.
 
     Raises:
-        AuditError: The file is empty, memory does not suffice, or see ``open_regular``; of the given type.
+        AuditError: The file is empty, memory does not suffice, or see ``open_regular``. The error has the
+        type
+            ``error``.
     """
     handle = open_regular(path, error)
     try:
@@ -201,7 +204,7 @@ def map_privately(path: Path, error: type[AuditError]) -> mmap.mmap:
 
 
 def _zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
-    """Take those of three numbers from the zip64 field that the header has no room for."""
+    """Replace those of the numbers that do not fit the header by the values in its zip64 field."""
     numbers = [size, packed, offset]
     place = 0
     for _ in range(_MAX_FIELDS if _IN_ZIP64 in numbers else 0):

@@ -128,8 +128,8 @@ def _sharded(path: Path) -> Checkpoint:
     index = validate(_INDEX, table, path, WeightsError, _HINT)
     shards = sorted(set(index.weight_map.values()))
     for shard in shards:
-        strange = shard in ("", "..") or set(shard) & {"\\", "\0"} or len(shard.encode()) > 255
-        if strange or PurePosixPath(shard).name != shard:
+        unsafe = shard in ("", "..") or set(shard) & {"\\", "\0"} or len(shard.encode()) > 255
+        if unsafe or PurePosixPath(shard).name != shard:
             raise weights_error(
                 path, f"names the shard {describe(shard)!r}", "shards must be next to their index"
             )
@@ -141,19 +141,19 @@ def _sharded(path: Path) -> Checkpoint:
 
 
 def _check_map(path: Path, weight_map: Mapping[str, str], parts: tuple[SafetensorsFile, ...]) -> None:
-    home: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for part in parts:
         for name in part.entries:
-            if name in home:
-                both = f"{describe(home[name], 50)} and {describe(part.label, 50)}"
+            if name in file_of:
+                both = f"{describe(file_of[name], 50)} and {describe(part.label, 50)}"
                 raise weights_error(path, f"tensor {describe(name, 50)!r} is in both {both}", "save it again")
-            home[name] = part.label
+            file_of[name] = part.label
     for name, shard in weight_map.items():
-        if home.get(name) != shard:
+        if file_of.get(name) != shard:
             raise weights_error(path, f"tensor {describe(name)!r} is not in {describe(shard)}", _HINT)
-    extra = next((name for name in home if name not in weight_map), None)
+    extra = next((name for name in file_of if name not in weight_map), None)
     if extra is not None:
-        where = f"tensor {describe(extra)!r} of {describe(home[extra])}"
+        where = f"tensor {describe(extra)!r} of {describe(file_of[extra])}"
         raise weights_error(path, f"{where} is not listed", "save the checkpoint again")
 
 

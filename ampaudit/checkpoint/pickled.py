@@ -1,11 +1,11 @@
-"""Reads what torch.save wrote: state dicts and plain data. A pickle is interpreted as data and never run.
+"""Reads files of torch.save: state dicts and plain data. A pickle is interpreted as data and never run.
 
-Opcodes are those of the pickle module (protocols 2 to 4, what torch.save writes of state dicts and training
-checkpoints). What a pickle would import is looked up in a table of names that stand for inert values.
+Opcodes are those of pickle protocols 2 to 4 that torch.save writes for state dicts and training
+checkpoints. The names that a pickle would import are looked up in a table of inert stand-ins.
 
-``torch.load(weights_only=True)`` is no substitute: it reads no pickle of protocol 4, refuses a checkpoint
-for one quantized tensor, hashes the keys that the file chooses, and would have to run in a confined
-process, whose import of torch takes longer than reading the file.
+``torch.load(weights_only=True)`` is no substitute: it reads no pickle of protocol 4, rejects a whole
+checkpoint because of one quantized tensor, hashes the keys that the file chooses, and would have to run in a
+confined process, in which importing torch takes longer than reading the file.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
-_MAX_SHARED = 100  # bytes of all tensors per byte of the file, as tensors may share theirs
-_MAX_SMALL = 64_000_000  # bytes of all tensors in any case
-_MAX_VALUES = 100_000  # beside tensors' elements
+_MAX_SHARED = 100  # bytes of all tensors per byte of the file; tensors may share bytes
+_MAX_SMALL = 64_000_000  # bytes of all tensors that are allowed in any case
+_MAX_VALUES = 100_000  # besides the elements of tensors
 _STATE_DICT_ONLY = "torch.save model.state_dict() only"
 _TENSORS_ONLY = "torch.save the tensors of model.state_dict() only"
 
@@ -70,7 +70,7 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_plain_data(archive: Archive) -> Any:
-    """Return what ``torch.save`` wrote: tensors, numbers, texts and dtypes, in tuples, lists and dicts.
+    """Read a file of ``torch.save`` with tensors, numbers, strings and dtypes in tuples, lists and dicts.
 
     Raises:
         RefusedPickle: The file holds anything else.
@@ -80,7 +80,7 @@ def read_plain_data(archive: Archive) -> Any:
 
 
 def _plain(value: Any, storages: Storages, counter: Iterator[int], depth: int) -> Any:
-    """Build a value; one that is shared is built, and counted, each time."""
+    """Build a value; a shared one is built, and counted, each time that it occurs."""
     if next(counter) > _MAX_VALUES or depth > MAX_DEPTH:
         raise RefusedPickle("it holds too many values")
 
@@ -102,17 +102,17 @@ def _plain(value: Any, storages: Storages, counter: Iterator[int], depth: int) -
 
 
 class Storages:
-    """The storages of a file, by their key, and the tensors in them.
+    """The storages of a file by key, and the tensors in them.
 
-    ``bytes_of`` returns the writable bytes of a key.
+    ``bytes_of`` returns the writable bytes of the storage with a key.
     """
 
     def __init__(self, bytes_of: Callable[[str], memoryview]) -> None:
         self._bytes_of = bytes_of
-        self._found: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def tensor(self, record: Any, name: str) -> torch.Tensor:
-        """Make the tensor of a record, which shares memory with the others in its storage.
+        """Build the tensor of a record; tensors in one storage share memory.
 
         Raises:
             RefusedPickle: The record is not a tensor, or leaves its storage.
@@ -131,7 +131,9 @@ class Storages:
             raise RefusedPickle(f"{shown!r} leaves its storage, or is too large for it")
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
-        if isinstance(record.metadata, Pairs):  # carry out what was pending when it was saved
+        if isinstance(
+            record.metadata, Pairs
+        ):  # apply the conjugation or negation that was pending when saved
             tensor = tensor.conj().resolve_conj() if record.metadata.get("conj") is True else tensor
             tensor = -tensor if record.metadata.get("neg") is True else tensor
         return tensor
@@ -140,19 +142,19 @@ class Storages:
         itemsize = _STORAGES[storage.kind].itemsize
         if type(storage.key) is not str or type(storage.count) is not int:
             raise RefusedPickle
-        flat = self._found.get(storage.key)
+        flat = self._tensors.get(storage.key)
         if flat is None:
             flat = flat_tensor(self._bytes_of(storage.key), torch.uint8)
             if flat.data_ptr() % 16:
                 flat = flat.clone()  # kernels may want aligned values
-            self._found[storage.key] = flat
+            self._tensors[storage.key] = flat
         if flat.numel() != storage.count * itemsize:
             raise RefusedPickle(f"the storage of {shown!r} has {flat.numel():,} bytes, which is not its size")
         return flat
 
 
 def _fits(record: TensorRecord, available: int) -> bool:
-    """Return whether a tensor lies in its storage and has no more elements, unless it is small."""
+    """Return whether a record is well-formed and fits its storage; see ``misfit``."""
     size, stride = record.size, record.stride
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
         return False
@@ -163,17 +165,17 @@ def _fits(record: TensorRecord, available: int) -> bool:
 
 
 def flat_tensor(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes as a tensor that shares them; torch itself refuses none at all."""
+    """Return a tensor that shares these bytes; unlike ``torch.frombuffer``, it accepts no bytes at all."""
     return torch.frombuffer(view, dtype=dtype) if len(view) else torch.empty(0, dtype=dtype)
 
 
 def misfit(
     sizes: Sequence[int], strides: Sequence[int], offset: int, stored: int, expanded: int = _MAX_EXPANDED
 ) -> str:
-    """Return why a tensor does not lie in its storage, or repeats it beyond reason; empty if it fits.
+    """Return why a tensor does not lie in its storage, or repeats it too often; empty if it fits.
 
-    All numbers are elements and not negative; there is one stride per size. A tensor may have as many
-    elements as are ``stored``, and in any case those ``expanded``.
+    All numbers count elements and are not negative; there is one stride per size. A tensor may have as many
+    elements as its storage (``stored``), or up to ``expanded`` if that is more.
     """
     elements = math.prod(sizes)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -185,7 +187,7 @@ def misfit(
 
 
 def _read(path: Path) -> tuple[Any, Storages, int]:
-    """Return what a file holds, its storages, and its size."""
+    """Return the value in a file, its storages, and its size."""
     data = memoryview(map_privately(path, WeightsError))
     if bytes(data[:2]) != b"PK":
         return *_legacy(data), len(data)
@@ -228,7 +230,7 @@ def _legacy(data: memoryview) -> tuple[Any, Storages]:
 
 
 class Pairs:
-    """A dict as pairs: hashing what somebody else chose as keys could take forever."""
+    """A dict as a list of pairs, because hashing keys that an attacker chooses could take forever."""
 
     __slots__ = ("pairs",)
 
@@ -236,12 +238,12 @@ class Pairs:
         self.pairs = pairs
 
     def get(self, name: str) -> Any:
-        """Return the value of a name, the last if it occurs more than once; ``None`` without one."""
+        """Return the value of a name, the last one if there are several; ``None`` if there is none."""
         return next((value for key, value in reversed(self.pairs) if type(key) is str and key == name), None)
 
 
 class Opaque(NamedTuple):
-    """Something whose value is not needed, such as a set or a sparse tensor."""
+    """A value that is not needed, such as a set or a sparse tensor."""
 
     name: str
 
@@ -255,7 +257,7 @@ class StorageRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor in a storage, with everything as the file has it: unchecked."""
+    """A tensor in a storage, with the values of the file, which are unchecked."""
 
     storage: Any
     offset: Any
@@ -273,8 +275,8 @@ class GlobalName:
     call: Callable[..., Any] | None = None
 
 
-def _table(*given: Any) -> Pairs:
-    pairs = given[0] if given else []
+def _table(*args: Any) -> Pairs:
+    pairs = args[0] if args else []
     if isinstance(pairs, Pairs):
         return Pairs(list(pairs.pairs))
     return Pairs([(key, value) for key, value in pairs])
@@ -291,7 +293,8 @@ def _typed_tensor(
 
 
 def _subclass(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
-    if not function.name.startswith("torch._utils._rebuild_"):  # neither itself nor what copies its argument
+    # not this function itself, nor one that copies its argument
+    if not function.name.startswith("torch._utils._rebuild_"):
         raise ValueError
     return function.call(*args)
 
@@ -344,7 +347,7 @@ STAND_INS: dict[str, Callable[..., Any] | None] = {
 
 
 class RefusedPickle(ValueError):
-    """Raised for a pickle that is damaged, or more than plain data; the message quotes nothing raw."""
+    """Raised for a pickle that is damaged or holds more than plain data; the message is escaped."""
 
     def __init__(
         self, message: str = "its pickle is damaged", hint: str = "download or save it again"
@@ -354,16 +357,16 @@ class RefusedPickle(ValueError):
 
 
 class CodeNeeded(RefusedPickle):
-    """Raised for a pickle that imports more than plain data need, such as the class of a module."""
+    """Raised for a pickle with an import that plain data do not need, such as the class of a module."""
 
 
 def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
-    """Return what a pickle holds: plain data, ``Pairs``s, ``TensorRecord``s and ``Opaque``s.
+    """Interpret a pickle, and return plain data with ``Pairs``, ``TensorRecord`` and ``Opaque`` objects.
 
-    The stream is read to the end of the pickle. ``storages`` receives every storage that the pickle names.
+    The stream is read to the end of the pickle. Every storage that the pickle names is added to ``storages``.
 
     Raises:
-        RefusedPickle: The pickle is damaged, or needs a class or function that plain data do not need.
+        RefusedPickle: The pickle is damaged, or needs more than plain data do, such as a class.
     """
     reader = _Reader(storages)
     try:
@@ -394,7 +397,7 @@ class _Reader:
         self.stack = []
 
     def items(self) -> list[Any]:
-        """Return what is above the mark."""
+        """Remove and return the items above the mark."""
         items, self.stack = self.stack, self.marked.pop()
         return items
 
@@ -443,7 +446,7 @@ class _Reader:
         args, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, GlobalName) or function.call is None:
             raise RefusedPickle
-        # a container may be given to any number of functions that copy it
+        # any number of functions may copy the same container
         self.copied += sum(
             len(a.pairs if isinstance(a, Pairs) else a) for a in args if type(a) in (Pairs, list)
         )
@@ -475,7 +478,7 @@ def _text(reader: _Reader, value: Any) -> None:
 
 
 def _unicode(reader: _Reader, value: str) -> None:
-    value.encode()  # fails for half of a surrogate pair, which pickles may hold and files may not
+    value.encode()  # fails for half of a surrogate pair, which cannot be written to a file as UTF-8
     reader.push(value)
 
 

@@ -1,7 +1,7 @@
 """Reads, maps and writes safetensors files, tensor by tensor and in pieces of a few megabytes.
 
 The format: eight bytes with the header's length (little-endian), the header in JSON, then the tensors'
-bytes without gaps (huggingface/safetensors, README, "Format"). The library's ``safe_open`` hands out
+bytes without gaps (huggingface/safetensors, README, "Format"). The library's ``safe_open`` returns whole
 tensors; streaming them in pieces and releasing their pages needs the offsets of their bytes.
 """
 
@@ -35,7 +35,7 @@ from ampaudit.core.untrusted import describe, describe_path, open_regular, parse
 
 PIECE = 1 << 19  # elements: 2 MiB of float32, which stay in the cache while they are cast and summed
 RING = 8  # buffers, used in turn
-_AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used again meanwhile
+_AHEAD = RING - 4  # pieces that wait for the disk; fewer than the buffers, so that none is overwritten
 _DROP_SECONDS = 0.1
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _METADATA = "__metadata__"
@@ -100,7 +100,7 @@ class Part(Protocol):
     entries: dict[str, TensorEntry]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the tensor's values in flat pieces; each is valid until ``RING`` more were requested."""
+        """Yield the tensor's values in flat pieces; a piece is valid until ``RING`` more are requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ class MappedWeights:
     _mappings: dict[int, tuple[mmap.mmap, int, int]] = field(default_factory=dict)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Release the memory of a tensor, whose values are read again on next use.
+        """Release the memory of a tensor; its values are read again on next use.
 
-        Anything that was written to the tensor is lost.
+        Changes to the tensor are lost.
         """
         place = self._mappings.get(tensor.data_ptr())
         if place is None or not hasattr(mmap, "MADV_DONTNEED"):
@@ -126,7 +126,7 @@ class MappedWeights:
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """Keep releasing the memory of all tensors while active, for code that reads them in any order."""
+        """Release the memory of all tensors again and again while active, for code that reads in any order."""
         done = threading.Event()
         mappings = {mapping for mapping, _, _ in self._mappings.values()}
 
@@ -150,7 +150,8 @@ class SafetensorsFile:
     """A safetensors file.
 
     Raises:
-        WeightsError: The file is missing or no safetensors file, or its header is too long, repeats a name,
+        WeightsError: The file is missing or not a safetensors file, or its header is too long, repeats a
+        name,
             or does not fit the file.
     """
 
@@ -181,7 +182,7 @@ class SafetensorsFile:
         self._turn = 0
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield pieces, read into the buffers of a ring; mapped pages would count as process memory."""
+        """Yield pieces that are read into a ring of buffers; mapped pages would count as process memory."""
         entry = self.entries[name]
         dtype = dtype_of(entry.dtype)
         unit = 1 if dtype is None else dtype.itemsize
@@ -230,7 +231,7 @@ class SafetensorsFile:
 
 
 class InMemory:
-    """Tensors in memory: of a model, or of a ``.pt`` file that torch has mapped."""
+    """Tensors in memory: those of a model, or those of a mapped ``.pt`` file."""
 
     def __init__(self, label: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
         self.label, self.metadata, self.tensors = label, metadata, tensors
@@ -245,7 +246,7 @@ class InMemory:
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield slices of the tensor, or of a contiguous copy."""
         whole = self.tensors[name].detach().cpu().contiguous()
-        flat = whole.as_strided((whole.numel(),), (1,))  # the one element of a tensor may have any stride
+        flat = whole.as_strided((whole.numel(),), (1,))  # a tensor of one element may have any stride
         for start in range(0, flat.numel(), PIECE):
             yield flat[start : start + PIECE]
 
@@ -261,7 +262,7 @@ def _table(header: bytes) -> dict[str, Any]:
 
 
 def _entries(rows: dict[str, _Row], available: int) -> dict[str, TensorEntry]:
-    """Return the entries in the order of their bytes, after checking that these fill what is available."""
+    """Sort entries by position, and check that they fill the available bytes without gaps or overlaps."""
     entries: list[TensorEntry] = []
     for name, row in rows.items():
         start, end = row.data_offsets
@@ -322,7 +323,7 @@ def clipped(values: torch.Tensor, smallest: float, largest: float) -> torch.Tens
 
 
 def header_bytes(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> bytes:
-    """Return the header of a new file, in which the tensors lie in the order of the entries."""
+    """Return the header of a new file with the tensors in the order of the entries."""
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
     for entry in entries:
@@ -335,12 +336,12 @@ def header_bytes(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> by
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """Checksums of a written file."""
 
     sha256: str
     size: int  # of the file in bytes
-    crc32: dict[str, int]  # of each tensor, to name the one that differs
+    crc32: dict[str, int]  # of each tensor, to name a damaged one
 
 
 def write_safetensors(
@@ -348,8 +349,8 @@ def write_safetensors(
     entries: Sequence[TensorEntry],
     metadata: dict[str, str],
     pieces: Iterable[tuple[str, Iterator[torch.Tensor]]],
-) -> Written:
-    """Write a new file of tensors, whose values come in flat pieces, in the order of the entries.
+) -> WrittenFile:
+    """Write a new file of tensors, whose values arrive in flat pieces in the order of the entries.
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
@@ -380,11 +381,11 @@ def write_safetensors(
             crc32[name] = checksum
         for future in waiting:
             future.result()
-        return Written(sha256.hexdigest(), stream.tell(), crc32)
+        return WrittenFile(sha256.hexdigest(), stream.tell(), crc32)
 
 
-def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Written:
-    """Write the tensors of a part unchanged; all of them unless names are given.
+def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> WrittenFile:
+    """Write the tensors of a part unchanged, by default all of them.
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
@@ -396,7 +397,7 @@ def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Wr
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: casting is faster than reading and would slow down the writer."""
+    """Limit torch to one thread: casting is faster than reading, and would slow down the writer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

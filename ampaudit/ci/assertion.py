@@ -1,4 +1,4 @@
-"""``assert_safe``: fails a test if a model would break, with the report as its message."""
+"""``assert_safe``: fails a test if a model is not safe, with the report as the message."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_safe(
     session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> Report:
-    """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
+    """Audit a model as ``ampaudit.scan`` does, and raise an error if it is not safe.
 
     Args:
         model: Model, in the mode to audit.
@@ -84,7 +84,7 @@ def assert_safe(
 
 @contextlib.contextmanager
 def _quiet_trace() -> Iterator[None]:
-    """Detach foreign handlers of torch's structured trace, which would fill pytest's log."""
+    """Detach handlers that others attached to torch's structured trace, which would fill pytest's log."""
     log = logging.getLogger("torch.__trace")
     foreign = [handler for handler in log.handlers if not type(handler).__module__.startswith("torch.")]
     for handler in foreign:

@@ -88,7 +88,7 @@ def check(
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise for a name that cannot be sent to another process as JSON."""
+    """Check that names can be sent to another process as JSON."""
     for name in names:
         try:
             name.encode()
@@ -102,13 +102,13 @@ def _json_values(config: CheckConfig, names: Iterable[str]) -> dict[str, object]
 
 
 class BaselineFile:
-    """A baseline file, where targets are named by their paths relative to its directory.
+    """A baseline file, which names targets by their paths relative to its directory.
 
-    With ``update``, it will be written, and need not exist yet.
+    A file that will be updated need not exist.
 
     Raises:
         InputError: The file cannot be read or is not a baseline.
-        OutputError: It will be written, and its directory is missing or read-only.
+        OutputError: The file will be updated, and its directory is missing or read-only.
     """
 
     def __init__(self, path: Path, *, update: bool) -> None:
@@ -138,12 +138,12 @@ class BaselineFile:
             write_text(self._path, to_json(self._baseline.updated(accepted)), force=True)
 
     def _key(self, target: str) -> str:
-        """Return a target's path relative to the file's directory; import paths are unchanged."""
+        """Return a target's path relative to the file's directory; import paths stay as they are."""
         file = target if Path(target).exists() else model_file(target)
         if not Path(file).exists():
             return target
-        beside = os.path.relpath(Path(file).resolve(), self._path.resolve().parent)
-        return f"{beside.replace(os.sep, '/')}{target[len(file) :]}"
+        relative = os.path.relpath(Path(file).resolve(), self._path.resolve().parent)
+        return f"{relative.replace(os.sep, '/')}{target[len(file) :]}"
 
 
 def check_all(
@@ -151,7 +151,7 @@ def check_all(
 ) -> list[TargetResult]:
     """Run the requests, at most ``jobs`` at a time, and return their results in order.
 
-    A process that dies or is stopped gives a result as well: its target could not be audited.
+    If a process dies or is stopped, the result says that its target could not be audited.
     """
     jobs = min(jobs, len(requests))
     waiting = list(enumerate(requests))[::-1]
@@ -203,13 +203,13 @@ class _Worker:
         exceeded = self.process.exceeded(self._limits) if running else None
         if running and exceeded is None:
             return None
-        self.process.stop()  # and children that the model's code left behind
+        self.process.stop()  # including children that the model's code has left behind
         if exceeded is not None:
             which, what = exceeded
             return self._failed(f"{what}\n  next: {_HINTS[which]}")
         if not self._result.is_file():
             return self._failed(f"{self.process.death()}\n  next: run 'ampaudit scan' on it")
-        # the message of a model's error need not be UTF-8, which ``validate_json`` insists on
+        # a model's error message need not be UTF-8, which ``validate_json`` requires
         outcome = TypeAdapter(TargetResult).validate_python(json.loads(self._result.read_bytes()))
         return replace(outcome, **self._spent())
 

@@ -93,26 +93,29 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: The file is not valid TOML, or has an invalid key or value.
     """
-    found = read_options(CheckConfig, path, "tool.ampaudit", tables=("lint",))
-    if "targets" in found:
-        found["targets"] = [place for target in found["targets"] for place in _places(path, target)]
-    return found
+    options = read_options(CheckConfig, path, "tool.ampaudit", tables=("lint",))
+    if "targets" in options:
+        options["targets"] = [
+            match for target in options["targets"] for match in _expand_target(path, target)
+        ]
+    return options
 
 
-def _places(path: Path, target: str) -> list[str]:
-    """Resolve a target relative to the file's directory; import paths stay as they are.
+def _expand_target(path: Path, target: str) -> list[str]:
+    """Resolve a target or glob relative to the file's directory; import paths stay as they are.
 
-    A glob that is invalid or matches nothing is a ``UsageError``.
+    Raises:
+        UsageError: The glob is invalid or matches nothing.
     """
     if not set("*?[") & set(target):
-        beside = path.parent / target
-        is_path = os.path.exists(beside) or os.path.isfile(path.parent / target.rpartition(":")[0])
-        return [str(beside) if is_path else target]
+        resolved = path.parent / target
+        is_path = os.path.exists(resolved) or os.path.isfile(path.parent / target.rpartition(":")[0])
+        return [str(resolved) if is_path else target]
     anchor = Path(target).anchor
     base, pattern = (Path(anchor), target[len(anchor) :]) if anchor else (path.parent, target)
     try:
         matches = sorted(map(str, base.glob(pattern)))
-    except (OSError, ValueError) as error:  # a name too long, or '**' beside other characters
+    except (OSError, ValueError) as error:  # for example, '**' beside other characters
         what = f"{path}: targets: {describe(target)!r}: {describe(first_line(error))}"
         raise UsageError(what, hint="correct the pattern") from error
     if not matches:

@@ -16,7 +16,7 @@ from ampaudit.report.model import Report
 # changes up to these are rounding: another order of summation, another version of a kernel
 _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
 _GROWTH = 10 ** (_DB / 20)  # of a drop of the metric
-# healthy values may vary more: a site may lose half of its headroom or one bit, an output double its error
+# healthy values may vary more: a site may lose one bit or half of its headroom, an output double its error
 _FALL_BITS, _FALL_DB = 1.0, 6.0
 _BROKEN = "holds inf or NaN, or nothing like FP32"
 
@@ -68,7 +68,7 @@ def measured_in(report: Report) -> Measurements:
 def judge(
     report: Report, measurements: Measurements, budgets: Budgets, baseline: KnownTarget | None = None
 ) -> Judgement:
-    """Compare a report and its measurements with budgets and, if given, with a baseline."""
+    """Compare a report and its measurements with budgets, and with a baseline if there is one."""
     counted = list(_counted_findings(report, budgets))
     if baseline is None:
         return Judgement(
@@ -103,9 +103,9 @@ def known_target(
     budgets: Budgets,
     before: KnownTarget | None = None,
 ) -> KnownTarget:
-    """Return a target's entry in a baseline that accepts what counts.
+    """Return a target's entry for a baseline that accepts all findings that count.
 
-    What ``before`` accepts and still occurs, but does not count here, stays accepted.
+    A finding that ``before`` accepts stays accepted if it still occurs, even if it does not count.
     """
     counted = {f.key: f for f in KnownFinding.of_each_site(f for _, f in _counted_findings(report, budgets))}
     everything = (*map(_known_finding, report.findings), *map(_known_gap, report.gaps))
@@ -210,7 +210,7 @@ def _exceeded_budgets(
 def _too_low(
     name: str, measurements: Measurements, least: float | None, before: Measurements | None, slack: float
 ) -> bool:
-    """Return whether a number is below its limit and, with a baseline, worse beyond rounding."""
+    """Return whether a number is below its limit and, with a baseline, below its earlier value as well."""
     value = getattr(measurements, name)
     if value is None or least is None or value >= least:
         return False

@@ -1,4 +1,4 @@
-"""The pytest plugin. Pytest loads it wherever ampaudit is installed, so it imports little at the top."""
+"""The pytest plugin. Pytest loads it wherever ampaudit is installed, so most imports are inside functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options for default policy and dtype, and for a report directory."""
+    """Add options for the default policy, the default dtype and a report directory."""
     parser.addini("ampaudit_policy", "policy of assert_safe, if the test names none", default="ampaudit")
     parser.addini("ampaudit_dtype", "dtype of assert_safe, if the test names none", default="float16")
     group = parser.getgroup("ampaudit")
@@ -31,7 +31,7 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """``assert_safe(model, inputs, ...)``, with the project's defaults; see ``ampaudit.assert_safe``."""
     config = request.config
     folder = config.getoption("--ampaudit-report")
-    started = config.invocation_params.dir  # the test may have changed the working directory
+    start_directory = config.invocation_params.dir  # the test may change the working directory
     count = 0
 
     def checked(model: Any, inputs: Any = None, **options: Any) -> Report:
@@ -47,11 +47,11 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
             report = assertion(model, inputs, **options)
         except UnsafeModel as unsafe:
             if folder is not None:
-                name = _write(unsafe.report, started / folder, request.node.nodeid, count)
+                name = _write(unsafe.report, start_directory / folder, request.node.nodeid, count)
                 unsafe.add_note(f"report written to {Path(folder, name)}")
             raise
         if folder is not None:
-            _write(report, started / folder, request.node.nodeid, count)
+            _write(report, start_directory / folder, request.node.nodeid, count)
         return report
 
     return checked
@@ -70,7 +70,7 @@ def _write(report: Report, folder: Path, test: str, number: int) -> str:
     from ampaudit.render.render import as_file
 
     name = re.sub(r"[^\w.-]+", "-", test).strip("-")[-120:]
-    if "[" in test:  # parameters may differ only in characters that a file name lacks
+    if "[" in test:  # parameters may differ only in characters that are replaced
         name += f"-{crc32(test.encode()):08x}"
     name += f"-{number}" if number > 1 else ""
     folder.mkdir(parents=True, exist_ok=True)

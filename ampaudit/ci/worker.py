@@ -1,6 +1,6 @@
 """The worker process of ``ampaudit check``: checks one target and writes the result as JSON.
 
-The model's code runs in this process; if it crashes, other targets are not affected.
+The model's code runs in this process, so a crash does not affect other targets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def check_target(request: Request, share: RankShare | None = None) -> TargetResult:
-    """Audit a target and compare it with its budgets; without a share, this process runs all batches.
+    """Audit a target and compare it with its budgets; a share divides the batches among processes.
 
     Raises:
         PartDone: Another process has the result.
@@ -54,9 +54,9 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         breaches += [Breach("integrity", p.where, p.what) for p in verify(Path(request.target)).problems]
         notes.append("audited as converted, with its casts; its files were verified")
-    if share is not None and not _divided(source, config, share, request.target):
+    if share is not None and not _divide(source, config, share, request.target):
         share = None
-    report, metric = _audited(source, config, share)
+    report, metric = _audit(source, config, share)
     if report.run.made_up:
         notes.append(f"audited on {report.run.made_up}")
     if report.gaps:
@@ -78,7 +78,7 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     if request.update_baseline and not crashed:
         before = accepted = known_target(request.target, report, measured, budgets, before)
     if before is None and request.baseline is not None:
-        notes.append(f"the baseline does not have it under {policy} in {dtype}")
+        notes.append(f"the baseline has no entry under {policy} in {dtype}")
     judged = judge(report, measured, budgets, before)
     errors = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
     breaches += judged.breaches
@@ -101,14 +101,14 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     )
 
 
-def _audited(
+def _audit(
     source: ModelSource, config: ScanConfig, share: RankShare | None
 ) -> tuple[Report, tuple[float, float] | None]:
     """Audit a model; return the report, and its metric in FP32 and in 16 bits if it has one."""
     report: Report | None = None
     outputs: dict[int, Any] = {}
     session = Session(share=share, keep_outputs=outputs.__setitem__ if source.metric is not None else None)
-    with suppress(PartDone):  # the metric still needs the outputs of this process
+    with suppress(PartDone):  # rank 0 still needs the outputs of this process for the metric
         report = scan(source, config=config, session=session)
     metric = None
     if source.metric is not None and (outputs or share is not None):
@@ -118,8 +118,8 @@ def _audited(
     return report, metric
 
 
-def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> bool:
-    """Divide the batches among processes; ``False`` if they cannot be divided and rank 0 runs all of them."""
+def _divide(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> bool:
+    """Divide the batches among processes; ``False`` if that is impossible, and rank 0 runs all of them."""
     from ampaudit.parallel.identity import identity_of, is_divisible
 
     if not is_divisible(config):
@@ -134,7 +134,7 @@ def _options_of(record: type[Config], request: Request) -> dict[str, object]:
 
 
 def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
-    """Add the accuracy recorded at conversion, against the FP32 model, whose weights are not available."""
+    """Add the accuracy against the FP32 model, which was recorded at conversion; its weights are not here."""
     recorded = read_manifest(directory).outputs
     accuracies = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
     accuracies += [measured.sqnr_db] if measured.sqnr_db is not None else []
@@ -146,8 +146,8 @@ def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
     )
 
 
-def _checked(request: Request) -> TargetResult:
-    """Check a target, together with the workers of other ranks if any."""
+def _check(request: Request) -> TargetResult:
+    """Check a target, together with the workers of other ranks if there are any."""
     if place_of() is None:
         return check_target(request)
     from click.exceptions import Exit
@@ -165,7 +165,7 @@ def main() -> None:
     """Check the request in a file and write the result to another; both paths are arguments."""
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
-        result = _checked(request)
+        result = _check(request)
     except AuditError as error:
         result = TargetResult(request.target, "error", error.exit_code, error=str(error))
     except MemoryError:

@@ -22,7 +22,7 @@ from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control, plural
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy, policy_names
-from ampaudit.policy.load import Loaded
+from ampaudit.policy.load import LoadedPolicy
 from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names, rules_schema_text
 from ampaudit.render.grid import open_table
 
@@ -141,7 +141,7 @@ def render_list(rows: Sequence[dict[str, Any]]) -> RenderableType:
     return table
 
 
-def render_policy(loaded: Loaded) -> RenderableType:
+def render_policy(loaded: LoadedPolicy) -> RenderableType:
     """Render title, weights, and every rule with its matches and reason."""
     file = loaded.file
     parts: list[RenderableType] = [
@@ -154,7 +154,7 @@ def render_policy(loaded: Loaded) -> RenderableType:
     return Group(*parts, Text(), Text(default))
 
 
-def _headline(loaded: Loaded) -> str:
+def _headline(loaded: LoadedPolicy) -> str:
     file = loaded.file
     extends = f"extends {', '.join(file.extends)}; " if file.extends else ""
     where = "while the model's code runs" if file.level == "calls" else "on the model's FP32 graph"
@@ -172,7 +172,7 @@ def _weights(weights: WeightPolicy) -> str:
     return ", ".join([stored + master + exceptions, *casts])
 
 
-def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
+def _rule(number: int, rule: Rule, loaded: LoadedPolicy) -> RenderableType:
     head = Text.assemble(
         f"{number:>3}  ",
         (escape_control(rule.id), "bold"),
@@ -187,7 +187,7 @@ def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
     return Group(head, Padding(Group(*body), (0, 0, 0, 5), expand=False))
 
 
-def _conditions(rule: Rule, loaded: Loaded) -> list[str]:
+def _conditions(rule: Rule, loaded: LoadedPolicy) -> list[str]:
     lines = []
     if rule.match.op:
         ops = ", ".join(rule.match.op)

@@ -24,7 +24,7 @@ from ampaudit.checkpoint.safetensors import (
     Shape,
     TensorEntry,
     TypeName,
-    Written,
+    WrittenFile,
     clipped,
     dtype_of,
     write_part,
@@ -167,7 +167,11 @@ def _with_progress(
 
 
 def _record_of(
-    entry: TensorEntry, decision: StorageDecision, label: str, working: Written, master: Written | None
+    entry: TensorEntry,
+    decision: StorageDecision,
+    label: str,
+    working: WrittenFile,
+    master: WrittenFile | None,
 ) -> StoredTensor:
     rounded = decision.dtype != entry.dtype
     source = master if rounded else None
@@ -202,7 +206,7 @@ def _write_working(
     clip: Constants | None,
     measure: NumberFormat | None,
     stats: dict[str, TensorStats],
-) -> Written:
+) -> WrittenFile:
     """Write one file of working weights, collecting statistics into ``stats``."""
     entries = {name: replace(entry, dtype=decisions[name].dtype) for name, entry in part.entries.items()}
 

@@ -57,7 +57,7 @@ RANK = {cast: rank for rank, casts in enumerate(_RANK) for cast in casts}
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The cast of an op, the rule behind it (``None`` if no rule applies), and the reason."""
+    """The cast of an op, the rule that decided it (``None`` for the default), and the reason."""
 
     cast: Cast
     rule: str | None
@@ -68,7 +68,7 @@ class Decision:
 
     @property
     def explicit(self) -> bool:
-        """Whether a rule made the decision, not the default."""
+        """Whether a rule made the decision, rather than the default."""
         return self.rule is not None
 
 
@@ -124,7 +124,7 @@ class RuleSet:
     def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NO_NEIGHBORS) -> Decision:
         """Apply the first matching rule or the default, and then the measured rules.
 
-        The op has a float32 neighbor on the sides in ``near``.
+        ``near`` are the sides on which the op has a float32 neighbor.
         """
         static = next((rule for rule in self._static.about(facts.op) if applies(rule, facts, near)), None)
         decision = self._decision(static, facts) if static else self._fallback
@@ -155,7 +155,7 @@ class _Index:
         self._about: dict[str, tuple[Rule, ...]] = {}
 
     def about(self, op: str) -> tuple[Rule, ...]:
-        """Return the rules about an op, or about the op inside it if no rule names the op itself."""
+        """Return the rules for an op, or for the op inside it if no rule names the op itself."""
         if op not in self._known:
             op = inner_op(op) or op
         if op not in self._known:
@@ -215,7 +215,7 @@ def matches_any(globs: Collection[str], text: str) -> bool:
 
 
 def matches_class(names: Collection[str], classes: Collection[str]) -> bool:
-    """Return whether one of the qualified class names is listed, with or without its module."""
+    """Return whether one of the qualified class names is among ``names``, with or without its module."""
     return any(name in names or name.rpartition(".")[2] in names for name in classes)
 
 
@@ -272,7 +272,7 @@ def compiled(pattern: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Largest finite magnitudes at one op in an FP32 run; ``None`` without a finite value."""
+    """Largest finite magnitudes at one op in an FP32 run; ``None`` if there is no finite value."""
 
     weight_peak: float | None = None  # of its parameters and buffers
     input_peak: float | None = None  # of its other inputs
@@ -378,7 +378,7 @@ def _apply_neighbor_rules(
 def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
     """Decide which nodes run in 16 bits, in time linear in nodes plus edges.
 
-    A cast that is no color means float32; inputs are the indices of each node's input nodes.
+    A cast that is not a color means float32. ``inputs`` are the indices of each node's input nodes.
     """
     users = _users_of(inputs)
     nodes = range(len(colors))

@@ -46,7 +46,7 @@ _APPENDABLE = frozenset({"norm.Scalar", "norm.ScalarOpt_dim"})
 _LOOKS_LIKE_REGEX = re.compile(r"[\\^$|]|\.\*|\.\+")
 _SUFFIXES = (".yaml", ".yml")
 _MAX_PARENTS = 8
-_OF_WORDS = ("string_type", "literal_error")  # pydantic's errors of what is no word, or not one of a list
+_STRING_ERRORS = ("string_type", "literal_error")  # of pydantic, for a value that is not one of the words
 _SHOULD_BE = "Input should be "
 _PYTHON_TYPE = re.compile(r"a valid (?:(tuple)|dictionary(?: or instance of \w+)?)")
 # keys inherited from the first parent that sets them
@@ -54,7 +54,7 @@ _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPolicy:
     """A policy with its inherited rules."""
 
     path: Path  # of the rule file
@@ -86,8 +86,8 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
     return load_file(str(name_or_path)).rules
 
 
-def load_file(name_or_path: str) -> Loaded:
-    """Load a policy with its path and warnings; raises the same errors as ``load_policy``."""
+def load_file(name_or_path: str) -> LoadedPolicy:
+    """Load a policy with its path and warnings; it raises the same errors as ``load_policy``."""
     return _load(_find(name_or_path, Path()), (), {})
 
 
@@ -113,7 +113,7 @@ def _find(name_or_path: str, beside: Path) -> Path:
     )
 
 
-def _load(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> Loaded:
+def _load(path: Path, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]) -> LoadedPolicy:
     if path.parent == rules_directory():
         return _read_shipped(path)
     place = path.resolve()
@@ -122,7 +122,7 @@ def _load(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> 
     return known[place]
 
 
-def _read(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> Loaded:
+def _read(path: Path, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]) -> LoadedPolicy:
     document = read_yaml(path)
     try:
         file = RuleFile.model_validate(document.data)
@@ -137,13 +137,13 @@ def _read(path: Path, children: tuple[Path, ...], known: dict[Path, Loaded]) -> 
 
 
 @cache  # each scan needs CUDA autocast's rules besides its own
-def _read_shipped(path: Path) -> Loaded:
+def _read_shipped(path: Path) -> LoadedPolicy:
     return _read(path, (), {})
 
 
 def _parent(
-    document: YamlDocument, index: int, name: str, children: tuple[Path, ...], known: dict[Path, Loaded]
-) -> Loaded:
+    document: YamlDocument, index: int, name: str, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]
+) -> LoadedPolicy:
     place = ("extends", index)
     chain = (*children, document.path.resolve())
     try:
@@ -161,8 +161,8 @@ def _parent(
 
 
 def _with_inherited(
-    document: YamlDocument, file: RuleFile, ops: dict[str, frozenset[str]], parents: list[Loaded]
-) -> Loaded:
+    document: YamlDocument, file: RuleFile, ops: dict[str, frozenset[str]], parents: list[LoadedPolicy]
+) -> LoadedPolicy:
     rules: list[Rule] = list(file.rules)
     inherited: dict[str, Any] = {}
     dropped = set(file.drop)
@@ -182,7 +182,7 @@ def _with_inherited(
         hint = "'ampaudit rules show NAME' prints the rules of a policy"
         raise document.error(("drop", file.drop.index(name)), problem, hint)
     joined = file.model_copy(update=inherited | {"rules": tuple(rules)})
-    return Loaded(document.path, joined, ops, tuple(_warnings(document, file, ops, joined)))
+    return LoadedPolicy(document.path, joined, ops, tuple(_warnings(document, file, ops, joined)))
 
 
 def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset[str]]:
@@ -211,10 +211,10 @@ def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset
 
 def _locate(document: YamlDocument, error: ValidationError) -> PolicyError:
     every = error.errors(include_url=False)
-    # a mapping is meant for the branch of a union that takes one
-    fitting = [e for e in every if e["type"] not in _OF_WORDS or not isinstance(e["input"], dict)]
+    # for a mapping, leave out the errors of union branches that take words
+    fitting = [e for e in every if e["type"] not in _STRING_ERRORS or not isinstance(e["input"], dict)]
     errors = fitting or every
-    # an unknown key comes first: it is usually a misspelt one, and the reason why another is missing
+    # an unknown key comes first, since it is usually a misspelling, and another key is missing because of it
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     unknown = first["type"] == "extra_forbidden"
     location = _location(first, document.data)
@@ -232,7 +232,7 @@ def _locate(document: YamlDocument, error: ValidationError) -> PolicyError:
 
 
 def _location(error: ErrorDetails, data: Any) -> tuple[Any, ...]:
-    """Return the path of an error without the names of union branches that pydantic adds."""
+    """Return the path of an error, without the names of union branches, which pydantic adds."""
     path: list[Any] = []
     for position, part in enumerate(error["loc"]):
         inside = isinstance(data, dict) and part in data
@@ -314,7 +314,7 @@ def _is_specifier(text: str) -> bool:
 
 
 def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: bool) -> None:
-    """Reject rules about ops that an earlier unconditional rule already decides."""
+    """Reject rules for ops that an earlier unconditional rule decides."""
     decided: dict[tuple[str, str], Rule] = {}
     everything: dict[str, Rule] = {}
     for number, rule in enumerate(file.rules):
@@ -378,7 +378,7 @@ class _Unmapped(StrictModel):
     ops: tuple[str, ...]
 
 
-class _File(StrictModel):
+class _VocabularyFile(StrictModel):
     name: str
     title: str
     ops: dict[str, tuple[str, ...]]
@@ -386,7 +386,11 @@ class _File(StrictModel):
 
 
 def expand_in(vocabulary: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
-    """Expand a name in a vocabulary, or an ATen name prefixed with ``aten::``, or raise ``UnknownOp``."""
+    """Expand a name of a vocabulary, or a name with a library such as ``aten::add``, to ops.
+
+    Raises:
+        UnknownOp: The name is unknown.
+    """
     if "::" in name:
         return expand(name)
     if name in vocabulary:
@@ -410,7 +414,7 @@ def load_vocabulary(name: str) -> Mapping[str, tuple[str, ...]]:
         )
     document = read_yaml(path)
     try:
-        file = _File.model_validate(document.data)
+        file = _VocabularyFile.model_validate(document.data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise document.error(first["loc"], first["msg"]) from error
@@ -450,7 +454,7 @@ class StartingScale:
 def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
     """Return a policy's loss scale for a format, and a description of what determines it.
 
-    In bfloat16 the loss is never scaled, as it has the range of float32.
+    The loss is never scaled in bfloat16, which has the range of float32.
     """
     if number_format is BFLOAT16:
         return profile("none").scale, "no loss scaling in bfloat16"
@@ -547,7 +551,7 @@ class YamlDocument:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Builds plain values; what else YAML may mean by a word, such as a date, stays text."""
+    """Builds null, booleans, numbers and strings; values of other YAML types, such as dates, stay strings."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node, or raise an error with its position."""
@@ -623,7 +627,7 @@ def _reject_unsafe(text: str, path: Path) -> None:
 
 
 def _reject_duplicate_keys(root: yaml.Node, path: Path) -> None:
-    """Reject duplicate keys, where YAML would silently keep the last."""
+    """Reject duplicate keys, of which YAML would silently keep the last."""
     pending = [root]
     while pending:
         node = pending.pop()

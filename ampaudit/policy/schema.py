@@ -65,7 +65,7 @@ _GROUP_OF = {name: group for group in _SYNONYMS for name in group}
 
 
 def synonyms(name: str) -> list[str]:
-    """Return the names that ATen has for an op, the usual one first."""
+    """Return ATen's names for an op, the usual one first."""
     return _GROUP_OF.get(name, [name])
 
 
@@ -90,7 +90,7 @@ AS_IS = "as-is"  # name of the policy that adds no casts
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
-Number = Annotated[float, Field(strict=True)]  # no true and no "1"
+Number = Annotated[float, Field(strict=True)]  # rejects true and "1"
 Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 LowPrecisionDtype = Literal["float16", "bfloat16"]
@@ -120,7 +120,7 @@ def _overloads() -> dict[str, tuple[str, ...]]:
 
 
 def inner_op(name: str) -> str | None:
-    """Return the op whose rules also apply to a composite op; ``None`` for other ops."""
+    """Return the op whose rules also apply to a composite op; ``None`` for an op that is not composite."""
     return _DECIDED_BY.get(name)
 
 
@@ -259,7 +259,7 @@ class ArgTest(StrictModel):
 
 
 def same_value(value: Any, expected: Scalar) -> bool:
-    """Compare two values, distinguishing True from 1; only numbers, words and ``None`` are ever the same."""
+    """Compare two values, distinguishing True from 1; anything but numbers, words and ``None`` differs."""
     is_scalar = value is None or isinstance(value, bool | int | float | str)
     return is_scalar and isinstance(value, bool) is isinstance(expected, bool) and value == expected
 

@@ -1,4 +1,4 @@
-"""Records the calls of modules while a program runs: of given modules, or of modules found by name."""
+"""Records the calls of modules while a program runs; modules are passed in, or found by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.internals import Replacement, patched
 from ampaudit.trace.values import dtype_name
 
-_MAX_DEPTH = 24  # of nested containers, each up to four levels of JSON; readers allow 100 levels
+_MAX_DEPTH = 24  # nested containers; each is up to four levels of JSON, and readers allow 100
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 _TORCH_VALUES = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
 _TORCH_VALUES |= {torch.memory_format: "memory_format"}
@@ -60,10 +60,10 @@ _NESTED = threading.local()  # depth of the calls in a thread
 
 
 class Watcher:
-    """Passes the calls of modules to their recordings, which are by the name of their module.
+    """Passes the calls of modules to their recordings; these are stored by module name.
 
-    A recording without a module finds it by name: ``pipe.unet`` for an attribute of a variable,
-    ``encoder.layer.0`` for a submodule of a module that the program calls, or the name of a class.
+    The module of a recording may be given, or is looked up by name: ``pipe.unet`` for an attribute of a
+    variable, ``encoder.layer.0`` for a submodule of a module that the program calls, or the name of a class.
     """
 
     def __init__(self, recordings: Mapping[str, Recording]) -> None:
@@ -71,26 +71,28 @@ class Watcher:
         # number of calls that the program itself makes, by class of module
         self.called: Counter[str] = Counter()
         # recordings whose module has not been found yet
-        self.unknown = {name: recording for name, recording in recordings.items() if recording.module is None}
+        self.unresolved = {
+            name: recording for name, recording in recordings.items() if recording.module is None
+        }
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int) -> None:
         """Record a call before it is made, if its module is watched."""
         if depth == 0:
             self.called[type(module).__name__] += 1
-        for name, recording in list(self.unknown.items()):
+        for name, recording in list(self.unresolved.items()):
             candidate: Any = module if name == type(module).__name__ else None
             if candidate is None and depth == 0:
                 candidate = _resolve(module, name.split(".")) or _from_variables(name)
             if isinstance(candidate, nn.Module):
                 recording.module = candidate
-                del self.unknown[name]
+                del self.unresolved[name]
         for recording in self.recordings.values():
             if recording.module is module:
                 recording.take(args, kwargs)
 
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``nn.Module.__call__`` so that watchers see each call first."""
+    """Wrap ``nn.Module.__call__`` so that each call is first passed to the watchers."""
     process = os.getpid()
 
     @wraps(call)
@@ -110,7 +112,7 @@ def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_variables(name: str) -> nn.Module | None:
-    """Resolve a dotted name from the variables of the script, and then of its functions, to a module."""
+    """Resolve a dotted name to a module, from the variables of the script, then of its functions."""
     first, *rest = name.split(".")
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe()
@@ -190,7 +192,7 @@ def record(
         if not isinstance(one, nn.Module):
             raise UsageError(
                 f"record: {name or 'the module'} is of type {type(one).__name__}",
-                hint="pass the module whose calls are to be recorded, or a dict of modules",
+                hint="pass the module to record, or a dict of modules",
             )
     several = isinstance(module, Mapping)
     recordings = _create_recordings(modules, Path(directory), config, several=several)
@@ -215,18 +217,18 @@ def _create_recordings(
 ) -> dict[str, Recording]:
     """Create a recording in a directory, or several in its subdirectories."""
     if not modules:
-        raise UsageError("record: there is no module", hint="name the modules whose calls to record")
+        raise UsageError("record: there is no module", hint="name the modules to record")
     recordings = {}
     for name, module in modules.items():
         folder = re.sub(r"[^\w.-]", "_", name).strip(".") if several else ""
         recordings[name] = Recording(directory / folder, config, module, name or type(module).__name__)
     if len({recording.directory for recording in recordings.values()}) < len(recordings):
-        raise UsageError("record: two modules have the same name", hint="give each a name of its own")
+        raise UsageError("record: two modules have the same name", hint="give each its own name")
     if several:
         try:
             directory.mkdir(exist_ok=True)
         except OSError as error:
-            raise OutputError(f"cannot make {describe_path(directory)}: {error.strerror}") from error
+            raise OutputError(f"cannot create {describe_path(directory)}: {error.strerror}") from error
     for recording in recordings.values():
         check_directory(recording.directory, force=config.force, ours=RECORDING)
     return recordings
@@ -266,20 +268,21 @@ class _Span:
 
 
 def pack_tensors(tensors: Iterable[_Described]) -> list[_Packed]:
-    """Lay out tensors, and complete their descriptions with entry, dtype, shape, strides and offset.
+    """Lay out tensors, and add their entry, dtype, shape, strides and offset to their descriptions.
 
-    Tensors that overlap in memory are stored as the range that they cover, so that they share memory again
-    when they are read. A range with large gaps is stored as contiguous copies instead.
+    Overlapping tensors are stored as the memory range that they cover, so that they share memory again when
+    they are read. If that range has large gaps, contiguous copies are stored instead.
     """
     storages: dict[tuple[str, int], list[_Span]] = {}
     for number, (tensor, description) in enumerate(tensors):
-        address = tensor.untyped_storage().data_ptr() or -number - 1  # 0 without elements: each on its own
+        # the address is 0 for a tensor without elements, which gets a group of its own
+        address = tensor.untyped_storage().data_ptr() or -number - 1
         storages.setdefault((str(tensor.device), address), []).append(_span(tensor, description))
     packed: list[_Packed] = []
     for spans in storages.values():
         for cluster in _clusters(spans):
             _pack(cluster, packed)
-    # entries follow each other without gaps: with aligned sizes first, all of those are aligned
+    # entries have no gaps between them: if those of aligned sizes come first, all of these are aligned
     return sorted(packed, key=lambda item: -(item[0].size % _ALIGNMENT == 0))
 
 
@@ -350,13 +353,13 @@ class Recording:
     stopped: str = ""  # why recording has stopped; empty while it goes on
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _header: dict[str, Any] = field(default_factory=dict)
-    _place: Path = field(init=False)  # ``directory``, also if the program changes the working directory
+    _place: Path = field(init=False)  # absolute, since the program may change the working directory
 
     def __post_init__(self) -> None:
         self._place = self.directory.absolute()
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record a call before it is made. Failures are reported but never raised."""
+        """Record a call before it is made; failures are reported but never raised."""
         with self._lock:
             self.calls += 1
             if self.stopped or (self.calls - 1) % self.config.every:
@@ -470,7 +473,8 @@ class Recording:
 def _mode() -> dict[str, Any]:
     """Return the gradient and autocast modes of the current call.
 
-    A call that is traced or captured is ``Unstorable``: its tensors have no values.
+    Raises:
+        Unstorable: The call is being traced or captured, so its tensors have no values.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -486,7 +490,7 @@ def _report(text: str) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BufferedWriter]:
-    """Write a temporary file and rename it, so that the file is complete even after a crash."""
+    """Write a temporary file and rename it, so that a crash leaves no incomplete file."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as stream:
@@ -507,9 +511,9 @@ def class_name(kind: type) -> str:
 
 @dataclass(slots=True)
 class _Encoder:
-    """Encodes the arguments of a call as JSON, and collects its tensors with their descriptions there.
+    """Encodes the arguments of a call as JSON, and collects its tensors with their descriptions in it.
 
-    The tensors belong to the caller and must be written before the call is made.
+    The tensors are the caller's, so they must be written before the call is made.
     """
 
     tensors: list[_Described] = field(default_factory=list)
@@ -517,7 +521,8 @@ class _Encoder:
     def encode(self, value: Any, place: str, depth: int = 0) -> Any:
         """Encode a value; types that JSON lacks become an object with the type as its only key.
 
-        Objects, functions, files and the like are ``Unstorable``.
+        Raises:
+            Unstorable: The value is an object, a function, a file or the like.
         """
         if depth > _MAX_DEPTH:
             raise Unstorable(f"{describe(place)} is nested more than {_MAX_DEPTH} deep")
@@ -571,7 +576,7 @@ class _Encoder:
             return {kind.__name__: items((value.start, value.stop, value.step))}
         if is_cache(kind):  # an object with plain attributes
             return {"object": [class_name(kind), attributes(iter(vars(value).items()))]}
-        what = "a function" if callable(value) and hasattr(value, "__code__") else f"of type {kind.__name__}"
+        what = "a function" if hasattr(value, "__code__") else f"of type {kind.__name__}"
         raise Unstorable(f"{describe(place)} is {describe(what)}")
 
     def _tensor(self, value: torch.Tensor, place: str) -> dict[str, Any]:

@@ -11,17 +11,15 @@ from ampaudit.core.config import Config, Option
 from ampaudit.core.text import parse_size
 
 
-def _bytes(given: int | str) -> int:
-    return parse_size(given) if isinstance(given, str) else given
+def _bytes(size: int | str) -> int:
+    return parse_size(size) if isinstance(size, str) else size
 
 
 class RecordConfig(Config):
     """Options of ``record``."""
 
     every: Annotated[int, Ge(1), Option("Record the first call and every N-th after it.", metavar="N")] = 1
-    first: Annotated[int, Ge(1), Option("Maximum number of calls to record of each module.", metavar="N")] = (
-        1000
-    )
+    first: Annotated[int, Ge(1), Option("Maximum number of recorded calls per module.", metavar="N")] = 1000
     max_bytes: Annotated[
         int | str,
         AfterValidator(_bytes),
@@ -31,5 +29,5 @@ class RecordConfig(Config):
 
     @property
     def limit(self) -> int:
-        """The number of bytes that may be written."""
+        """``max_bytes`` as a number of bytes."""
         return _bytes(self.max_bytes)

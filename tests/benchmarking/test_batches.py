@@ -25,5 +25,5 @@ def test_batches_are_repeated_or_cut() -> None:
     assert resized(batch, 2).item[1].tolist() == [0, 1]
     assert resized(batch, 3) is batch
     assert moved(batch, CPU, torch.float16).item[1].dtype is torch.int64
-    with pytest.raises(InputError, match="no dimension of samples"):
+    with pytest.raises(InputError, match="no batch dimension"):
         resized(Batch((torch.tensor(1.0),)), 4)

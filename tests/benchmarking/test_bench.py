@@ -130,8 +130,8 @@ def test_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--batch-size", "0"), "whole numbers from 1"),
-        (("--batch-size", "8,x"), "whole numbers from 1"),
+        (("--batch-size", "0"), "positive integers"),
+        (("--batch-size", "8,x"), "positive integers"),
         (("--modes", "fp16"), "no such mode"),
         (("--for", "abacus"), "unknown device 'abacus'"),
         (("--device", "cuda"), "cuda is not available here"),

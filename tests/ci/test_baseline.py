@@ -73,7 +73,7 @@ def test_it_does_not_hide_the_overflow_of_another_model(known: Path, cli: Cli) -
     (known / "b.py").write_text((known / "a.py").read_text())
     done = check(cli, known, "b.py", "--baseline", "known.json")
     assert done.returncode == 1
-    assert "the baseline does not have it under half in float16" in done.stdout
+    assert "the baseline has no entry under half in float16" in done.stdout
 
 
 @pytest.mark.parametrize("other", [("--policy", "torch-cuda"), ("--policy", "half", "--dtype", "bfloat16")])

@@ -457,7 +457,7 @@ def test_what_names_lead_to_may_raise(tmp_path: Path) -> None:
     with record_named(["pipe.unet"], tmp_path / "calls", RecordConfig()) as watcher:
         model(torch.ones(1, 2))
     assert isinstance(pipe, Difficult)
-    assert watcher.unknown.keys() == {"pipe.unet"}
+    assert watcher.unresolved.keys() == {"pipe.unet"}
     assert watcher.called == {"Linear": 1}
 
 
