@@ -126,7 +126,7 @@ class MappedWeights:
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """Release the memory of all tensors again and again while active, for code that reads in any order."""
+        """Release the memory of all tensors repeatedly while active, for code that reads in any order."""
         done = threading.Event()
         mappings = {mapping for mapping, _, _ in self._mappings.values()}
 

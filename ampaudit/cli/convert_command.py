@@ -33,7 +33,7 @@ from ampaudit.export.config import ConvertConfig, VerifyConfig
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
 
-_OF_A_MODEL = set("weights inputs batches train stream fail_on min_headroom min_sqnr ignore".split())
+_MODEL_OPTIONS = set("weights inputs batches train stream fail_on min_headroom min_sqnr ignore".split())
 
 
 @click.command("convert", cls=FirstRankCommand)
@@ -100,7 +100,7 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         session = Session(progress.update)
         if is_checkpoint(model):
             _refuse(
-                f"{describe(model)} has weights, but no model", explicit_options(options).keys() & _OF_A_MODEL
+                f"{describe(model)} has weights, but no model", explicit_options(options).keys() & _MODEL_OPTIONS
             )
             return convert_weights(Path(model), output, config, session)
 

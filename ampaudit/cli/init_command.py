@@ -78,7 +78,7 @@ def _text(models: Sequence[ModelClass], directory: Path, output: Path) -> str:
         make = f"return {model.name}({', '.join(f'{n}=...' for n in model.required)})  # fill these in"
     else:
         make = f"return {model.name}()"
-    inputs = f"{model.inputs}  # {escape_control(model.because)}"
+    inputs = f"{model.inputs}  # {escape_control(model.reason)}"
     return _FILE.format(file=output.name, imports=imports, make=make, inputs=inputs)
 
 

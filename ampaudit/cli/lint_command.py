@@ -64,7 +64,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     configured = read_lint_config(path) if path is not None else {}
     exclude = [*options["exclude"], *configured.get("exclude", ())]
     config = config_from(LintConfig, configured | explicit_options(options), exclude=exclude)
-    linted = _linted(paths or (".",), config, options)
+    linted = _lint(paths or (".",), config, options)
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:
         if file.is_elsewhere and file.findings:
@@ -83,7 +83,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     context.exit(code)
 
 
-def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
+def _lint(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
     from ampaudit.linter.linting import available_cores, lint_bytes, lint_files
     from ampaudit.linter.selection import RuleSelection
 

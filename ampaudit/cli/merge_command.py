@@ -30,14 +30,14 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     The report is that of one scan over all batches. The model is loaded and traced again, with the options of
     the parts; its batches do not run, unless measured rules of the policy ask for a second pass.
     """
-    from ampaudit.cli.part import options_of_words
+    from ampaudit.cli.part import parse_part_options
     from ampaudit.cli.scan_command import report_scan, scan_command
     from ampaudit.parallel.parts import MergedParts, read_parts
 
     parts_read = read_parts(parts)
     first = parts_read[0].part
     model = options.pop("model") or _local_location(first.location)
-    scan_options, words = options_of_words(scan_command, model, first.words)
+    scan_options, words = parse_part_options(scan_command, model, first.words)
     if (fail_on := options.pop("fail_on")) is not None:
         scan_options["fail_on"], words = fail_on, words | {"fail_on"}
     try:

@@ -66,7 +66,7 @@ def _words(command: click.Command, options: dict[str, Any], explicit: Collection
     return words
 
 
-def options_of_words(
+def parse_part_options(
     command: click.Command, model: str, words: Sequence[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Parse the stored options of a part; return all options, and the names of those that were set.

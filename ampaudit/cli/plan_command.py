@@ -41,11 +41,11 @@ def plan_command(model: str, **options: Any) -> None:
 
         report = plan(source, config=config, session=Session(progress.update))
     if (layer := options["layer"]) is not None:
-        report = _restricted(report, layer)
+        report = _select_layers(report, layer)
     deliver_document(report, options)
 
 
-def _restricted(plan: PlanReport, glob: str) -> PlanReport:
+def _select_layers(plan: PlanReport, glob: str) -> PlanReport:
     """Return a plan of the layers that a glob matches."""
     import difflib
 

@@ -115,7 +115,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
     return f"internal error: {text}\n  next: please report it with the output of --debug", 3
 
 
-class Completed(StringParamType):
+class CompletionType(StringParamType):
     """A parameter type that completes names and, with ``files``, paths, also in comma-separated lists."""
 
     def __init__(self, names: Names | None = None, *, files: bool = False) -> None:
@@ -170,12 +170,12 @@ def _devices() -> Iterator[tuple[str, str]]:
     return ((name, device.name) for name, device in all_devices().items())
 
 
-def _without_help(*names: str) -> Completed:
-    return Completed(lambda: ((name, "") for name in names))
+def _without_help(*names: str) -> CompletionType:
+    return CompletionType(lambda: ((name, "") for name in names))
 
 
-_POLICY, _FILES, _ALL_CODES = Completed(_policies, files=True), Completed(files=True), Completed(_codes())
-_LINT_CODES, _DEVICE = Completed(_codes("AMP8")), Completed(_devices)
+_POLICY, _FILES, _ALL_CODES = CompletionType(_policies, files=True), CompletionType(files=True), CompletionType(_codes())
+_LINT_CODES, _DEVICE = CompletionType(_codes("AMP8")), CompletionType(_devices)
 # by the name of a parameter, or of a command and its parameter
 _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("policy", "policies", "diff first", "diff second"), _POLICY),

@@ -38,7 +38,7 @@ class ModelClass:
     arguments: str | None = None  # literal arguments of a call in the project; None without such a call
     called_at: str = ""  # file and line of that call
     inputs: str = ""  # expression that creates inputs
-    because: str = ""  # reason for these inputs
+    reason: str = ""  # reason for these inputs
     trains: int = 0  # line of a backward pass that importing its file would run; 0 without one
 
 
@@ -110,13 +110,13 @@ def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, t
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
     constructor = _method(node, "__init__")
-    required = tuple(_required_arguments(constructor))
+    parameters = _parameters(constructor)
+    required = tuple(name for name, default in parameters.items() if default is None)
     model = ModelClass(node.name, file.path, node.lineno, required, trains=_training_line(file.tree))
-    names = [a.arg for a in constructor.args.args[1:]] if constructor is not None else []
-    defaults = constructor.args.defaults if constructor is not None else []
     values = {
-        name: _literal(value, file.constants)
-        for name, value in zip(names[len(required) :], defaults, strict=True)
+        name: _literal(default, file.constants)
+        for name, default in parameters.items()
+        if default is not None
     }
     for other in files:
         for call in ast.walk(other.tree):
@@ -125,23 +125,28 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
                 if arguments is not None:
                     place = f"{other.path.as_posix()}:{call.lineno}"
                     model = replace(model, arguments=_argument_list(arguments), called_at=place)
-                    values |= dict(zip(names, arguments[0], strict=False)) | arguments[1]
-    inputs, because = _inputs(constructor, values, file.constants, files)
-    if others := _required_arguments(_method(node, "forward"))[1:]:
-        inputs, because = f"{inputs}{', ...' * len(others)}", f"{because}; fill in {', '.join(others)}"
-    return replace(model, inputs=inputs, because=because)
+                    values |= dict(zip(parameters, arguments[0], strict=False)) | arguments[1]
+    inputs, reason = _inputs(constructor, values, file.constants, files)
+    needed = [name for name, default in _parameters(_method(node, "forward")).items() if default is None]
+    if others := needed[1:]:
+        inputs, reason = f"{inputs}{', ...' * len(others)}", f"{reason}; fill in {', '.join(others)}"
+    return replace(model, inputs=inputs, reason=reason)
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     return next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == name), None)
 
 
-def _required_arguments(method: ast.FunctionDef | None) -> list[str]:
-    """Return the names of the parameters without defaults, except self."""
+def _parameters(method: ast.FunctionDef | None) -> dict[str, ast.expr | None]:
+    """Return the parameters of a method except self, with their defaults; ``None`` for one without."""
     if method is None:
-        return []
-    names = [argument.arg for argument in method.args.args[1:]]
-    return names[: len(names) - len(method.args.defaults)]
+        return {}
+    arguments = method.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    pairs = [*zip(positional, defaults, strict=True)][1:]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {argument.arg: default for argument, default in pairs}
 
 
 def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -179,10 +184,10 @@ def _inputs(
         size_node = layer.args[0] if layer.args else keyword_value(layer, keyword)
         size = _literal(size_node, constants | values) if size_node is not None else None
         if isinstance(size, int) and size > 0:
-            because = f"what its first layer, nn.{name}, takes; other sizes are a guess"
+            reason = f"what its first layer, nn.{name}, takes; other sizes are a guess"
             if name == "Embedding":
-                return f"torch.randint(0, {size}, (1, 16))", because
-            return f"torch.randn{tuple(size if n is None else n for n in _FIRST[name][0])}", because
+                return f"torch.randint(0, {size}, (1, 16))", reason
+            return f"torch.randn{tuple(size if n is None else n for n in _FIRST[name][0])}", reason
     return "torch.randn(1, 16)", "a guess: nothing in the code says what it takes"
 
 

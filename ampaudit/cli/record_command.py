@@ -78,7 +78,7 @@ def record_command(
         raise SourceError(
             f"{describe_path(script)} ended with {ended}", hint="what it did until then is recorded"
         )
-    _check_found(watcher)
+    _check_recorded(watcher)
 
 
 def _print_summary(watcher: Watcher) -> None:
@@ -114,7 +114,7 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _check_found(watcher: Watcher) -> None:
+def _check_recorded(watcher: Watcher) -> None:
     """Raise an ``InputError`` if a module was not called, or if none of its calls could be recorded."""
     for name, recording in watcher.recordings.items():
         if not recording.calls:

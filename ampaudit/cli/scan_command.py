@@ -64,7 +64,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
         write_scan_part(scan_command, audit_location, model, options)
         return
     with among_ranks(pipeline=options["pipeline"]) as share:
-        resumed = _resumed(share, options)
+        resumed = _with_resume(share, options)
         report_scan(context, model, options, resumed, explicit=explicit_options(options))
 
 
@@ -89,7 +89,7 @@ def report_scan(
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
 
 
-def _resumed(share: CommandShare | None, options: dict[str, Any]) -> CommandShare | None:
+def _with_resume(share: CommandShare | None, options: dict[str, Any]) -> CommandShare | None:
     """Return a share that resumes from the directory of ``--resume``, if it is set."""
     if options["resume"] is None:
         return share

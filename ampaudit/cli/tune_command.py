@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ampaudit.parallel.ranks import RankShare
     from ampaudit.report.tuning import TuningReport
 
-_RULES = (".yaml", ".yml")
+_RULE_SUFFIXES = (".yaml", ".yml")
 
 
 @click.command("tune", cls=GroupedCommand)
@@ -37,7 +37,7 @@ _RULES = (".yaml", ".yml")
 @config_options(TuneConfig, SourceConfig, leave_out=("stream",))
 @file_option("--policy-file", "tuned_policy", metavar="FILE", help="Write the policy to FILE.")
 @plot_option("accuracy against the share of ops in float32")
-@report_options("tuning", "Show every op, and everything that was tried.", also=_RULES)
+@report_options("tuning", "Show every op, and everything that was tried.", also=_RULE_SUFFIXES)
 @click.pass_context
 def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
     """Find the fewest ops of MODEL that must stay in float32 for the accuracy you ask for.
@@ -47,18 +47,18 @@ def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
     Exit code 1 if no choice of ops has that accuracy.
     """
     output: Path | None = options["output"]
-    if output is not None and output.suffix.lower() in _RULES:
+    if output is not None and output.suffix.lower() in _RULE_SUFFIXES:
         if options["tuned_policy"] is not None:
             raise UsageError("-o and --policy-file both name a rule file", hint="leave one out")
         options["tuned_policy"], options["output"] = output, None
     with among_ranks() as share:
-        report = _tuned(model, options, share)
+        report = _tune(model, options, share)
         deliver_document(report, options)
         _write(report, options)
         context.exit(report.exit_code)
 
 
-def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> TuningReport:
+def _tune(location: str, options: dict[str, Any], share: RankShare | None) -> TuningReport:
     with ProgressBar(location) as progress:
         config = config_from(TuneConfig, options)
         config.check()

@@ -24,7 +24,7 @@ def printable(sections: Iterable[Section]) -> Group:
     for section in sections:
         parts += [Text()] if parts else []
         parts += [_text(section.heading)] if section.title else []
-        parts += map(_rendered, section.blocks)
+        parts += map(_render, section.blocks)
     return Group(*parts)
 
 
@@ -34,7 +34,7 @@ def to_text(document: Renderable, width: int = 100) -> str:
     return as_text(lambda console: console.print(content, crop=False), width)
 
 
-def _rendered(block: Block) -> RenderableType:
+def _render(block: Block) -> RenderableType:
     match block:
         case Line():
             return _text(block)
@@ -49,7 +49,7 @@ def _rendered(block: Block) -> RenderableType:
 
 
 def _group(blocks: Iterable[Block]) -> RenderableType:
-    parts = [_rendered(block) for block in blocks]
+    parts = [_render(block) for block in blocks]
     return parts[0] if len(parts) == 1 else Group(*parts)
 
 

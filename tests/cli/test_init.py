@@ -93,6 +93,24 @@ def test_what_nobody_calls_is_to_be_filled_in(tmp_path: Path) -> None:
     assert (tmp_path / "again.py").read_text() == text.replace("audit_model.py", "again.py")
 
 
+def test_positional_only_and_keyword_only_parameters(tmp_path: Path) -> None:
+    """Defaults belong to the last positional parameters; a keyword without one has to be filled in."""
+    text = """\
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, size=8, /, depth=1, *, width):
+        super().__init__()
+        self.first = nn.Linear(size, width)
+    def forward(self, x): return self.first(x)
+"""
+    done = run("init", cwd=project(tmp_path, net=text))
+    assert done.returncode == 0, done.stderr
+    assert "fill in what Net needs: width" in done.stdout
+    written = (tmp_path / "audit_model.py").read_text()
+    assert "return Net(width=...)  # fill these in" in written
+    assert "return torch.randn(1, 8)" in written
+
+
 def test_an_input_of_which_nothing_is_known_is_to_be_filled_in(tmp_path: Path) -> None:
     project(tmp_path, words=WORDS.replace("forward(self, ids)", "forward(self, ids, mask, scale, act=None)"))
     assert run("init", cwd=tmp_path).returncode == 0
