@@ -24,12 +24,12 @@ from ampaudit.render.render import keeping
 @report_options("bench")
 @click.pass_context
 def bench_command(context: click.Context, /, model: str, **options: Any) -> None:
-    """Run MODEL in each mode, in turns, and compare time, memory and accuracy.
+    """Run MODEL in each mode, alternating between them, and compare time, memory and accuracy.
 
     MODEL is what ``ampaudit scan`` takes; --train needs what ``ampaudit train`` needs. A mode that the device
-    lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.
+    does not support, or that runs out of memory, has a row as well. Exit code 3 if no mode ran.
     """
-    policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
+    policy = load_policy(options["policy"])  # early, to report mistakes in it before torch is loaded
     with ProgressBar(model) as progress:
         config = config_from(BenchConfig, options, policy=policy)
         config.check()

@@ -57,12 +57,12 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       weights.safetensors, model.safetensors.index.json, state_dict.pt
     DIR then holds
       model.safetensors      working weights, in the dtypes of the plan
-      master.safetensors     what they were rounded from
+      master.safetensors     the weights before rounding
       model.pt2              the exported program, with the casts in it
-      model.onnx             the same for ONNX (--onnx)
+      model.onnx             the program as ONNX (--onnx)
       plan.yaml              the decisions, as a rule file
       report.json            the audit
-      reference.safetensors  inputs, and what the program computes from them
+      reference.safetensors  inputs, and the program's outputs
       manifest.json          SHA-256 of every file
 
     \b
@@ -72,7 +72,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
         _refuse(
-            "--to float32 restores what was stored",
+            "--to float32 restores the stored weights",
             explicit_options(options).keys() - {"target", "force", "debug"},
         )
 
@@ -93,14 +93,16 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
     from ampaudit.export.weights import convert_weights, is_checkpoint
 
     if context.get_parameter_source("policy") is ParameterSource.DEFAULT:
-        options = {name: value for name, value in options.items() if name != "policy"}  # the kind decides
+        # the kind of model determines the default
+        options = {name: value for name, value in options.items() if name != "policy"}
     with ProgressBar(model) as progress:
         config = config_from(ConvertConfig, options)
         config.check_output(output)
         session = Session(progress.update)
         if is_checkpoint(model):
             _refuse(
-                f"{describe(model)} has weights, but no model", explicit_options(options).keys() & _MODEL_OPTIONS
+                f"{describe(model)} has weights, but no model",
+                explicit_options(options).keys() & _MODEL_OPTIONS,
             )
             return convert_weights(Path(model), output, config, session)
 
@@ -109,8 +111,7 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         source = load_source(model, config_from(SourceConfig, options))
         report, conversion = convert(source, None, output, config=config, session=session)
     if conversion is None:
-        # the output is the directory, which was not written
-        deliver_document(report, {"form": options["form"]})
+        deliver_document(report, {"form": options["form"]})  # without --output, which names the directory
         print_notes(f"nothing was written to {output}; pass --fail-on never to write it anyway")
         context.exit(report.exit_code)
     return conversion
@@ -130,10 +131,10 @@ def _refuse(why: str, unused: Set[str]) -> None:
 @report_options("verification", "Show every problem.", quiet=False)
 @click.pass_context
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
-    """Verify that a converted DIRECTORY is unchanged and still computes the same.
+    """Verify that a converted DIRECTORY is unchanged and computes its recorded outputs.
 
     Compares each file with its hash and each tensor with its master, then runs the program on the
-    recorded inputs, in a sandbox. Names each difference; exit code 1 if there is any.
+    recorded inputs, in a sandbox. Lists the differences; exit code 1 if there are any.
     """
     from ampaudit.export.verify import verify
 

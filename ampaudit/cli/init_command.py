@@ -38,8 +38,8 @@ def example_inputs():
 def init_command(directory: Path, output: Path | None, *, force: bool, debug: bool) -> None:
     """Write a model file for the project in DIRECTORY, without running its code.
 
-    The file makes the model as the project does, and random inputs, as far as the code shows how. Adapt it,
-    then run 'ampaudit scan' on it.
+    The file builds the model as the project does and makes random inputs, as far as the code shows how. Adapt
+    it, then run 'ampaudit scan' on it.
     """
     from ampaudit.cli.project_models import models_of
     from ampaudit.core.errors import InputError
@@ -92,7 +92,7 @@ def _module(file: Path) -> str:
 
 def _sentences(models: Sequence[ModelClass], output: Path) -> list[str]:
     if not models:
-        return [f"{output} written; no nn.Module was found here, so it has to be filled in"]
+        return [f"{output} written; the project has no nn.Module, so fill it in"]
     model, others = models[0], [other.name for other in models[1:]]
     sentences = [f"{output} written: {model.name} of {model.file.as_posix()}:{model.line}"]
     if others:

@@ -68,7 +68,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:
         if file.is_elsewhere and file.findings:
-            print_notes(f"{file.path}: not fixed: a link leads to it out of the given paths")
+            print_notes(f"{file.path}: not fixed: it is a link to a file outside of the given paths")
     report = lint_report(linted, config, fixed=fixed)
     code = report.exit_code
     with keeping(report):
@@ -112,7 +112,7 @@ def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     changed, on_terminal = [file for file in linted if file.after != file.before], sys.stdout.isatty()
     for file in changed:
         for line in diff_lines(file.path, file.before, file.after):
-            # a patch needs each byte of the code, and a terminal would obey some of them
+            # a patch needs the exact code, in which a terminal would obey control characters
             safe = on_terminal or line[:2] in ("--", "++", "@@")
             click.echo(escape_control(line) if safe else line, color=True)
     count = sum(file.fixed for file in linted)

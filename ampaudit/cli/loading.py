@@ -26,7 +26,7 @@ _NEVER = (1 << 31) - 1
 
 
 def load_source(location: str, config: SourceConfig, *, limited: bool = False) -> ModelSource:
-    """Load the model at a location; ``limited`` says whether the memory of the run is.
+    """Load the model at a location; ``limited`` tells whether the run has a memory limit.
 
     Raises:
         AuditError: The model cannot be loaded; see ``ampaudit.source``.
@@ -35,7 +35,7 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     if not config.trust and (folder / CONFIG_FILE).is_file() and not (folder / MANIFEST).is_file():
         from ampaudit.core.sandbox import prepare_sandbox
 
-        # before this process imports torch, so that the imports of the two take place at the same time
+        # first, so that the sandbox and this process import torch at the same time
         prepare_sandbox(REHEARSAL, REHEARSAL_ENVIRONMENT, REHEARSAL_IMPORTS)
     import_ahead("torch")
     from ampaudit.source.open import open_source
@@ -45,25 +45,25 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     else:
         keep_freed_memory()
     source = open_source(location, config)
-    import_ahead(TRACER)  # only now, so that a mistake in the location shows early
+    import_ahead(TRACER)  # last, to report a mistake in the location early
     return source
 
 
 def keep_freed_memory() -> bool:
-    """Set the allocator's thresholds for this process; return False if the C library is not glibc.
+    """Set the allocator's thresholds so that freed memory is kept; ``False`` if the C library is not glibc.
 
-    Without it, every tensor beyond 32 MiB is returned to the kernel when it is freed and faulted in,
-    page by page, when the next one is made. Only the program does this, never the library.
+    By default, the memory of a tensor beyond 32 MiB is returned to the kernel when the tensor is freed, and
+    faulted in page by page for the next one. Only the program does this, never the library.
     """
     return _set(((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, 256 << 20)))
 
 
 def return_freed_memory() -> bool:
-    """Set the thresholds so that freed large tensors are returned to the system.
+    """Set the allocator's thresholds so that the memory of freed large tensors is returned to the system.
 
-    Without it, glibc raises the size from which it asks the kernel to that of the largest tensor freed so
-    far; the others then lie in its heap, where a small block behind a hole keeps the hole. Statistics of
-    each value are such blocks, and with many batches they kept three times what was alive.
+    By default, glibc raises its mmap threshold to the size of the largest tensor freed so far. Other tensors
+    then lie in its heap, which cannot shrink below a block in use. The statistics of each value are such
+    blocks: with many batches, they kept three times the memory in use.
     """
     return _set(((_M_MMAP_THRESHOLD, 1 << 17), (_M_TRIM_THRESHOLD, 1 << 20)))
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def run() -> NoReturn:
     """Run the console script."""
-    # with the usual 700, a sixth of the time to import torch is spent looking for garbage among its objects
+    # with the default of 700, garbage collection takes a sixth of the time to import torch
     gc.set_threshold(5_000)
     try:
         _open_missing_streams()
         if (place := torchrun.place_of()) is not None and place[0] > 0:
-            torchrun.silence()  # also of what a signal says
-        if sys.argv[1:2] != ["record"]:  # a script that is recorded prints as it does by itself
+            torchrun.silence()  # including the message after a signal
+        if sys.argv[1:2] != ["record"]:  # a recorded script prints to its usual standard output
             _keep_output()
         interrupts.install()
 
@@ -33,9 +33,9 @@ def run() -> NoReturn:
 
 
 def _open_missing_streams() -> None:
-    """Put the null device where a standard stream is closed, or the next file would take its place.
+    """Open the null device in place of a closed standard stream, so that no other file gets its number.
 
-    Using such a stream fails as before: input cannot be read, and output cannot be written.
+    Reading from such an input, or writing to such an output, still fails; errors are discarded.
     """
     for number, mode in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:

@@ -1,4 +1,4 @@
-"""``ampaudit merge``: makes one report of the parts of an audit."""
+"""``ampaudit merge``: merges the parts of a scan into one report."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ampaudit.findings.finding import FailOnGaps
 @report_options("scan", "Show notes and every site.")
 @click.pass_context
 def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options: Any) -> None:
-    """Make one report from PARTS, which ``ampaudit scan --part`` wrote.
+    """Merge PARTS, which ``ampaudit scan --part`` wrote, into one report.
 
     The report is that of one scan over all batches. The model is loaded and traced again, with the options of
-    the parts; its batches do not run, unless measured rules of the policy ask for a second pass.
+    the parts. Its batches do not run again, unless measured rules of the policy need a second pass.
     """
     from ampaudit.cli.part import parse_part_options
     from ampaudit.cli.scan_command import report_scan, scan_command
@@ -43,7 +43,7 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     try:
         report_scan(context, model, scan_options | options, MergedParts(parts_read), explicit=words)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # a stranger's records may have the form of a scan's and still be none of this model
+        # records from elsewhere may be valid and still be of another model
         raise InputError(
             f"the parts are not records of this model: {type(error).__name__}: {first_line(error)}",
             hint="write them again; if that does not help, report it with the output of --debug",
@@ -51,9 +51,12 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
 
 
 def _local_location(location: str) -> str:
-    """Return the model's location in a part, or raise an ``InputError`` if it is not below this directory.
+    """Check that the model's location in a part is below this directory, and return it.
 
-    A file from elsewhere must not decide which code runs.
+    A part may come from elsewhere, and must not decide which code runs.
+
+    Raises:
+        InputError: The location is elsewhere.
     """
     path = Path(location.partition(":")[0])
     here = Path.cwd().resolve()

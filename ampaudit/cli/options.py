@@ -28,7 +28,7 @@ Record = TypeVar("Record", bound=Config)
 FILE = click.Path(path_type=Path)
 
 _FLAGS_WIDTH = 30  # click's limit; longer ones have their text on the next line
-# headings of the help text, and the names of their options; other options stand first
+# headings of the help text, and the names of their options; other options come first
 _GROUPS = {
     "Model and inputs": "weights inputs args input text images audio twins batches sweep against train "
     "stream trust",
@@ -80,7 +80,7 @@ def _group(option: click.Option) -> str:
 
 
 def _one_path(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> Path | None:
-    """Return the path of an option; click by itself would drop all but the last."""
+    """Return the path of an option that may occur once; click would silently take the last of several."""
     if len(paths) > 1:
         raise click.BadParameter(f"takes one path, not {len(paths)}: {', '.join(map(describe, paths))}")
     return paths[0] if paths else None
@@ -100,7 +100,7 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the 
 def report_options(
     kind: str | None, verbose: str = "", *, quiet: bool = True, also: Sequence[str] = ()
 ) -> Callable[[Command], Command]:
-    """Add ``output_options`` and ``--debug``; with a text for it ``--verbose``, and ``--quiet`` if set."""
+    """Add ``output_options`` and ``--debug``, and with a help text ``--verbose`` (and ``--quiet``)."""
 
     def decorate(command: Command) -> Command:
         command = debug_option(command)
@@ -145,7 +145,7 @@ def output_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Comm
 
 
 def format_option(kind: str | None = None) -> Callable[[Command], Command]:
-    """Add ``--format`` to a command that prints: all formats of a kind of document, else text and JSON."""
+    """Add ``--format`` with the formats of a kind of document, or with text and JSON."""
     forms = formats_of(kind) if kind is not None else ("text", "json")
     return click.option(
         "--format",
@@ -158,7 +158,11 @@ def format_option(kind: str | None = None) -> Callable[[Command], Command]:
 
 
 def _check_outputs(options: dict[str, Any]) -> None:
-    """Check all output paths before the work begins, or raise a ``UsageError`` or ``OutputError``."""
+    """Check all output paths before the work begins.
+
+    Raises:
+        UsageError, OutputError: Two outputs have one path, or a file cannot be written.
+    """
     from ampaudit.core.files import check_writable
 
     output, plot, policy, tuned, folder = map(
@@ -172,7 +176,7 @@ def _check_outputs(options: dict[str, Any]) -> None:
         check_picture(plot)
     for flag, path in (("--plot", plot), ("--advise-policy", policy), ("--policy-file", tuned)):
         if output is not None and path is not None and path.resolve() == output.resolve():
-            raise UsageError(f"{flag} {describe(path)}: the report goes there", hint="name another file")
+            raise UsageError(f"{flag} {describe(path)}: the report has this path", hint="name another file")
     if folder is not None:
         from ampaudit.training.tensorboard import check_summaries
 
@@ -259,9 +263,9 @@ def _type(kind: Any, field: FieldInfo) -> Any:
 
 
 def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare | None]:
-    """Enter the process group of torchrun, if any; all ranks end with the exit code of the first.
+    """Enter the process group of torchrun, if there is one; all ranks end with the exit code of the first.
 
-    With ``pipeline``, they divide the model instead of the batches.
+    With ``pipeline``, the ranks divide the model instead of the batches.
     """
     if place_of() is None:
         if pipeline and "RANK" not in os.environ:

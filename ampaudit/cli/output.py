@@ -51,7 +51,7 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
 
 
 def print_result(content: RenderableType, text: str | None) -> None:
-    """Print a result, either ``text`` or, if that is ``None``, the content laid out with rich."""
+    """Print ``text``, or, if it is ``None``, the content with rich."""
     if text is None:
         show(lambda console: console.print(content, crop=False))
     else:

@@ -1,4 +1,4 @@
-"""Runs one part of a scan, and stores its options for ``ampaudit merge``."""
+"""Runs one part of a scan, and writes it with its options for ``ampaudit merge``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 
-# options of the audit that a part stores; it does not store consent to run code of a checkpoint
+# options of the audit that a part stores; consent to run a checkpoint's code is not among them
 _PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir"}
 
 
@@ -25,7 +25,7 @@ def write_scan_part(
     model: str,
     options: dict[str, Any],
 ) -> None:
-    """Run a part of the batches with ``audit``, and write what was recorded."""
+    """Run a part of the batches with ``audit``, and write its records."""
     from ampaudit.parallel.parts import FilePart, parse_part
     from ampaudit.run.share import PartDone
 
@@ -34,7 +34,7 @@ def write_scan_part(
     if options["output"].suffix.lower() != ".json":
         raise click.UsageError("--part writes JSON, whose file must end in .json: -o part-1.json")
     if place_of() is not None:
-        raise click.UsageError("--part is for processes without torchrun: its ranks share the batches anyway")
+        raise click.UsageError("--part is not for torchrun, whose ranks divide the batches anyway")
     explicit = explicit_options(options)
     if "form" in explicit:
         raise click.UsageError("--part writes a part, not a report: give --format to ampaudit merge")
@@ -69,7 +69,7 @@ def _words(command: click.Command, options: dict[str, Any], explicit: Collection
 def parse_part_options(
     command: click.Command, model: str, words: Sequence[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Parse the stored options of a part; return all options, and the names of those that were set.
+    """Parse the stored options of a part; return all options, and the names of those that the user had set.
 
     Raises:
         InputError: An option does not belong to an audit.
@@ -81,8 +81,8 @@ def parse_part_options(
     names = frozenset(
         n for n in parsed.params if parsed.get_parameter_source(n) is ParameterSource.COMMANDLINE
     )
-    if strange := sorted(names - _PART_OPTIONS - {"model"}):
+    if foreign := sorted(names - _PART_OPTIONS - {"model"}):
         raise InputError(
-            f"the parts name an option that audits do not have: {strange[0]}", hint="write them again"
+            f"the parts name an option that audits do not have: {foreign[0]}", hint="write them again"
         )
     return {name: value for name, value in parsed.params.items() if name != "model"}, names - {"model"}

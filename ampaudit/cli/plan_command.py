@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def plan_command(model: str, **options: Any) -> None:
     """Show each op's precision and the rule behind it, with casts, bytes and weight memory.
 
-    MODEL is what ``ampaudit scan`` takes. Nothing is run in 16 bits; a policy with measured rules is given
-    one FP32 run.
+    MODEL is what ``ampaudit scan`` takes. Nothing runs in 16 bits; a policy with measured rules needs one
+    FP32 run.
     """
-    rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
+    rules = load_policy(options["policy"])  # early, to report mistakes in it before torch is loaded
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options, policy=rules)
         config.check()
@@ -57,5 +57,5 @@ def _select_layers(plan: PlanReport, glob: str) -> PlanReport:
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
     suggestion = f"; there is {escape_control(near[0])!r}" if near else ""
     with keeping(plan):
-        text = f"no layer matches {glob!r}{suggestion}; a star stands for any text"
+        text = f"no layer matches {glob!r}{suggestion}; * matches any text"
         raise click.BadParameter(text, param_hint="--layer")

@@ -24,7 +24,7 @@ Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
 COMMANDS = {
     "init": ("init_command:init_command", "Write a model file for a project."),
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
-    "merge": ("merge_command:merge_command", "Make one report from the parts of a scan."),
+    "merge": ("merge_command:merge_command", "Merge the parts of a scan into one report."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
     "tune": ("tune_command:tune_command", "Find the fewest ops that must stay in float32."),
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def run_command() -> int:
-    """Run the command that the program's arguments name, and return its exit code."""
+    """Run the command that the arguments name, and return its exit code."""
     bound_size()
     make_printable()
     try:
@@ -84,7 +84,7 @@ def run_command() -> int:
     except click.Abort as error:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             return INTERRUPTED
-        print_notes("ampaudit: a question was asked, and standard input is at its end")
+        print_notes("ampaudit: standard input ended before a question was answered")
         return 2
     except click.ClickException as error:
         error.show()
@@ -116,7 +116,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
 
 
 class CompletionType(StringParamType):
-    """A parameter type that completes names and, with ``files``, paths, also in comma-separated lists."""
+    """A parameter type that completes names, also in comma-separated lists, and with ``files`` paths."""
 
     def __init__(self, names: Names | None = None, *, files: bool = False) -> None:
         self.names, self.files = names, files
@@ -174,7 +174,11 @@ def _without_help(*names: str) -> CompletionType:
     return CompletionType(lambda: ((name, "") for name in names))
 
 
-_POLICY, _FILES, _ALL_CODES = CompletionType(_policies, files=True), CompletionType(files=True), CompletionType(_codes())
+_POLICY, _FILES, _ALL_CODES = (
+    CompletionType(_policies, files=True),
+    CompletionType(files=True),
+    CompletionType(_codes()),
+)
 _LINT_CODES, _DEVICE = CompletionType(_codes("AMP8")), CompletionType(_devices)
 # by the name of a parameter, or of a command and its parameter
 _BY_NAME: dict[str, Any] = {

@@ -47,7 +47,7 @@ class ProgressBar:
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Record that step ``done`` of ``total`` is about to run, or that all are done."""
-        kind = _FIRST_WORD.match(phase)[0]  # type: ignore[index]  # the others say what it works on
+        kind = _FIRST_WORD.match(phase)[0]  # type: ignore[index]  # further words are details
         batches = kind in ("auditing", "re-auditing", "measuring")
         what = f"{kind} {self._what}{phase[len(kind) :]}: batch" if batches else f"{phase}:"
         with self._lock:
@@ -76,11 +76,11 @@ class ProgressBar:
     def _draw(self, *, is_new: bool) -> None:
         assert self._bar is not None
         total, left = self._total or None, "left" if self._total else ""
-        if is_new or self._task is None:  # how fast the last phase was says nothing about this one
+        if is_new or self._task is None:  # the speed of the last phase does not predict that of this one
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(self._message, total=total, completed=self._done, left=left)
-            self._bar.advance(self._task, 0)  # from now on its time is measured
+            self._bar.advance(self._task, 0)  # starts the measurement of its time
         else:
             self._bar.update(self._task, description=self._message, completed=self._done, total=total)
 
@@ -92,7 +92,7 @@ class ProgressBar:
 
 
 def make_bar(**options: Any) -> Bar:
-    """Return a bar that shows steps, and the time that they took and will take."""
+    """Return a bar that shows steps, the elapsed time and the remaining time."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""Reads which models a project defines, and how it makes and calls them, without running any of its code."""
+"""Finds the models that a project defines, and how it builds and calls them, without running its code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 
 _BASES = ("Module", "LightningModule", "PreTrainedModel")
 _RANDOM = ("randn", "rand", "zeros", "ones", "randint", "empty")
-_SIDE = 64  # of a picture, if nothing says how large they are
-# inputs of a first layer: their sizes, with None for what it is told, and the argument that tells
+_SIDE = 64  # of an image of unknown size
+# by first layer: sizes of its inputs, with None for the size that an argument determines, and that argument
 _FIRST = {
     "Conv1d": ((1, None, 1000), "in_channels"),
     "Conv2d": ((1, None, _SIDE, _SIDE), "in_channels"),
@@ -29,7 +29,7 @@ _FIRST = {
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
-    """A class of a model."""
+    """A model class, and how the project uses it."""
 
     name: str
     file: Path
@@ -54,8 +54,8 @@ class _File:
 def models_of(paths: Iterable[Path]) -> list[ModelClass]:
     """Return the models of a project, the likeliest to be audited first.
 
-    These are classes that no other model contains: those that the project makes with literal arguments, then
-    those that need none, then the rest.
+    These are the classes that no other model contains: first those that the project builds with literal
+    arguments, then those that need none, then the rest.
     """
     files = list(_parsed(paths))
     classes = {
@@ -77,7 +77,7 @@ def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
         try:
             file = _File(path, ast.parse(decode(read_bounded(path, MAX_SOURCE_BYTES, InputError))[0]))
         except (InputError, Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # lint says what is wrong with it
+            continue  # lint reports it
         for node in file.tree.body:
             if (
                 isinstance(node, ast.Assign)
@@ -91,7 +91,7 @@ def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
 
 
 def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, tuple[_File, ast.ClassDef]]:
-    """Return the classes that derive from one of ``nn`` or a known base, also through others here."""
+    """Return the classes that derive from a class of ``nn`` or a known base, directly or through others."""
     model_names = set(_BASES)
     while True:
         models = {
@@ -114,9 +114,7 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
     required = tuple(name for name, default in parameters.items() if default is None)
     model = ModelClass(node.name, file.path, node.lineno, required, trains=_training_line(file.tree))
     values = {
-        name: _literal(default, file.constants)
-        for name, default in parameters.items()
-        if default is not None
+        name: _literal(default, file.constants) for name, default in parameters.items() if default is not None
     }
     for other in files:
         for call in ast.walk(other.tree):
@@ -168,7 +166,7 @@ def _inputs(
     constants: dict[str, Any],
     files: list[_File],
 ) -> tuple[str, str]:
-    """Return an expression for a model's inputs, and where it comes from."""
+    """Return an expression for a model's inputs, and the reason for it."""
     for file in files:
         for call in _calls_of_models(file):
             tensor = _random_call(call.args[0], file)
@@ -192,14 +190,14 @@ def _inputs(
 
 
 def _calls_of_models(file: _File) -> Iterator[ast.Call]:
-    """Yield calls of what is named like a model, with one argument."""
+    """Yield the calls of anything named ``model`` or ``net``, with one argument."""
     for call in ast.walk(file.tree):
         if isinstance(call, ast.Call) and len(call.args) == 1 and simple_name(call.func) in ("model", "net"):
             yield call
 
 
 def _random_call(node: ast.expr, file: _File) -> ast.Call | None:
-    """Return the call that makes a random tensor, also where a variable of the file has it."""
+    """Return the call that creates a random tensor, directly or through a variable of the file."""
     if isinstance(node, ast.Name):
         assignments = (n for n in ast.walk(file.tree) if isinstance(n, ast.Assign))
         targets = ((target, n.value) for n in assignments for target in n.targets)
@@ -214,7 +212,7 @@ def _literal(node: ast.expr, constants: dict[str, Any]) -> Any:
         return constants.get(node.id)
     try:
         value = ast.literal_eval(node)
-        return None if value is ... else value  # which stands for a value to be filled in
+        return None if value is ... else value  # ... is a value to be filled in
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 

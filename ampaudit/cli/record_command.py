@@ -73,10 +73,10 @@ def record_command(
 
     with ExitStack() as stack, record_named(modules, output, config) as watcher:
         stack.callback(_print_summary, watcher)  # at the end, even if the script fails
-        ended = _run(script, arguments)
-    if ended:
+        failure = _run(script, arguments)
+    if failure:
         raise SourceError(
-            f"{describe_path(script)} ended with {ended}", hint="what it did until then is recorded"
+            f"{describe_path(script)} ended with {failure}", hint="its calls until then are recorded"
         )
     _check_recorded(watcher)
 
@@ -88,7 +88,11 @@ def _print_summary(watcher: Watcher) -> None:
 
 
 def _run(script: Path, arguments: tuple[str, ...]) -> str:
-    """Run a script as ``__main__`` and return how it failed, if so; its exceptions are a ``SourceError``."""
+    """Run a script as ``__main__``, and return the exit code or message with which it failed, or nothing.
+
+    Raises:
+        SourceError: The script raises an exception.
+    """
     import runpy
 
     from ampaudit.source.user_code import locating_failures
@@ -115,7 +119,11 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 def _check_recorded(watcher: Watcher) -> None:
-    """Raise an ``InputError`` if a module was not called, or if none of its calls could be recorded."""
+    """Check that each module was called, and that a call of it could be recorded.
+
+    Raises:
+        InputError: A module was not called, or none of its calls could be recorded.
+    """
     for name, recording in watcher.recordings.items():
         if not recording.calls:
             called = [
@@ -129,7 +137,7 @@ def _check_recorded(watcher: Watcher) -> None:
             if recording.module is None:
                 what, hint = "no such module was called", did_you_mean(name, watcher.called) + hint
             else:
-                what = f"{type(recording.module).__name__} was never called, except by its methods"
+                what = f"{type(recording.module).__name__} was never called, except for its methods"
             raise InputError(f"--module {describe(name)}: {what}", hint=hint)
         if not recording.recorded:
             why = next(iter(recording.skipped), recording.stopped)

@@ -229,7 +229,7 @@ def diff_rows(first: RuleSet, second: RuleSet, dtype: str) -> list[dict[str, str
 def render_diff(
     first: RuleSet, second: RuleSet, rows: Sequence[dict[str, str]], *, verbose: bool = False
 ) -> RenderableType:
-    """Render the differences grouped by treatment, and those in other settings."""
+    """Render the ops that differ, grouped by treatment, and other settings."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         groups.setdefault((row["first"], row["second"]), []).append(row["op"])
@@ -257,7 +257,7 @@ def render_diff(
 
 
 def _is_mild(ours: str, theirs: str) -> bool:
-    """Return whether both sides follow their inputs instead of a fixed precision."""
+    """Return whether the precision depends on the inputs on both sides."""
     return all(side.split(" ")[0] in ("follow", "narrowest", "widest") for side in (ours, theirs))
 
 

@@ -76,7 +76,7 @@ def report_scan(
     *,
     explicit: Collection[str],
 ) -> None:
-    """Scan a model, print the report, and end with its exit code; ``explicit`` names the options set."""
+    """Scan a model, print the report, and exit with its code; ``explicit`` are the options that are set."""
     reports, failures = audit_location(model, options, share, explicit)
     from ampaudit.report.model import Comparison
 
@@ -120,7 +120,7 @@ def _try_each(
 ) -> Audits:
     """Audit all policies together; if one of them fails, audit each by itself, unless the work is shared.
 
-    What other processes run or an earlier one has saved are records of all policies together.
+    Shared work cannot be split: the records of other processes and of earlier runs are for all policies.
     """
     from ampaudit.core.errors import CouldNotAudit
 
@@ -145,9 +145,9 @@ def audit_location(
     location: str, options: dict[str, Any], share: CommandShare | None, explicit: Collection[str]
 ) -> Audits:
     """Load a model and audit it under each policy."""
-    policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
+    policies = policies_of(options["policy"])  # early, to report mistakes in them before torch is loaded
     if options["ranges"] and len(policies) > 1:
-        raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
+        raise click.UsageError("--ranges runs FP32 only, where policies do not differ: leave out --policy")
     if options["advise_policy"] is not None:
         if len(policies) > 1:
             raise click.UsageError("--advise-policy writes one policy: scan under one --policy")

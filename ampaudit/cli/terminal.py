@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
 _HANDLER = "ampaudit-ascii"
-# the marks that our own reports use; other letters come from names, and are shown as escapes
+# the characters that reports use; others come from names and are escaped
 _ASCII = {
     **dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#", strict=True)),
     **dict(zip("—–−─━×•│┃▌⋮’“”", '-----x*|||:\'""', strict=True)),
@@ -72,14 +72,14 @@ def make_printable() -> None:
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         assert isinstance(error, UnicodeDecodeError)
-        return "\ufffd", error.end  # who captures a stream reads it with the stream's own handler
+        return "\ufffd", error.end  # a program that captures the stream may decode it with this handler
     text = error.object[error.start : error.end]
     plain = (_ASCII.get(letter, letter) for letter in text)
     return "".join(p.encode("ascii", "backslashreplace").decode() for p in plain), error.end
 
 
 def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
-    """Print with rich, without colors and trailing blanks unless it is a terminal."""
+    """Print with rich; without colors and trailing blanks if the stream is not a terminal."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)

@@ -40,7 +40,7 @@ _RULE_SUFFIXES = (".yaml", ".yml")
 @report_options("tuning", "Show every op, and everything that was tried.", also=_RULE_SUFFIXES)
 @click.pass_context
 def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
-    """Find the fewest ops of MODEL that must stay in float32 for the accuracy you ask for.
+    """Find the fewest ops of MODEL that must stay in float32 for a required accuracy.
 
     MODEL is what ``ampaudit scan`` takes. Everything else runs and is stored in 16 bits. The result is a rule
     file: ``-o policy.yaml`` writes it, and ``scan``, ``convert`` and ``check`` take it as ``--policy``.

@@ -28,7 +28,7 @@ def card(document: Renderable) -> str:
         f'<div><style>{style}</style><div class="ampaudit"><p><b>{_safe(view.title)}</b> '
         f'<span class="soft">{_safe(view.subject())}</span></p><p>{pill}{_safe(sentence)}</p>'
         f"{''.join(map(strip_svg, view.strips()))}<table>{table}</table>"
-        f'<p class="soft">{more}<code>.save("report.html")</code> has everything</p></div></div>'
+        f'<p class="soft">{more}<code>.save("report.html")</code> writes the full report</p></div></div>'
     )
 
 

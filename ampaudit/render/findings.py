@@ -56,9 +56,9 @@ class Alert:
         line: Source line to show, in the user's own code if possible.
         source: Source line that computes the value.
         caller: Line of the user's code that calls it.
-        fate: Fate of a value that is not finite.
+        fate: What becomes of a value that is not finite.
         suppressed: Reason why it does not count; ``None`` if it counts.
-        region: First column, last line and column after the end, from 1; ``None`` if unknown.
+        region: First column, last line, and column after the end (from 1); ``None`` if unknown.
     """
 
     code: str
@@ -212,8 +212,8 @@ def alert_of(
         case: The suite's case that it belongs to.
         rank: Lowest rank of a severity that fails.
         unnamed: Name of the layer if the finding has none.
-        call: Which call of the op on its line is meant; empty if there is only one.
-        advised: Whether changes were tried for the findings of the report, or cannot be.
+        call: Which call of the op on its line it is about; empty if there is only one.
+        advised: Whether changes were tried for the report's findings, or cannot be tried.
     """
     source = finding.source
     return Alert(
@@ -243,14 +243,14 @@ def alert_of(
 
 
 def _safe_change(change: Change, *multiline: str) -> Change:
-    """Escape the texts of a change; those named in ``multiline``, and its code, keep their line breaks."""
+    """Escape the texts of a change; its code, and the fields in ``multiline``, keep their line breaks."""
     safe: dict[str, Any] = {name: escape_lines(getattr(change, name)) for name in (*multiline, "code")}
     safe |= {name: escape_control(getattr(change, name)) for name in ("change", "before", "after")}
     return replace(change, **safe)
 
 
 def finding_sections(alerts: Iterable[Alert]) -> Iterator[Section]:
-    """Render a numbered section per finding; a diff, or a function that code calls, is shown once."""
+    """Render a numbered section per finding; repeated diffs and helper functions are shown once."""
     printed: set[str] = set()
     for number, alert in enumerate(alerts, 1):
         head = line(
@@ -296,7 +296,7 @@ def _body(alert: Alert) -> Iterator[Block]:
 
 
 def _trial(trial: Trial, printed: set[str]) -> Iterator[Block]:
-    """Render a tried change; what to copy is not wrapped, and a function is printed once."""
+    """Render a tried change; code to copy is not wrapped, and a function is printed once."""
     outcome = _outcome(trial.outcome, line(trial.change), (trial.before, trial.after))
     yield Indented((Labelled((outcome,)),), 4)
     functions, _, calls = trial.code.rpartition("\n\n\n")

@@ -9,7 +9,7 @@ from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.view import Renderable, view_of
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
-_SHOWN = 10  # annotations of each level that a runner keeps per step
+_SHOWN = 10  # GitHub's limit per level and step
 
 
 def to_github(document: Renderable) -> str:

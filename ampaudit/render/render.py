@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _KEPT = "the result is"
-_TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
+_TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # they differ in each run
 
 
 def for_terminal(document: Renderable, verbosity: int = 0) -> RenderableType:
@@ -39,7 +39,7 @@ def check_values(document: Renderable) -> None:
     """Build every part of a document that formats share, without writing it.
 
     Raises:
-        ValueError: The document has a valid type, but values that cannot be rendered.
+        ValueError: The types of the document are valid, but some values cannot be rendered.
     """
     view = view_of(document)
     try:
@@ -105,7 +105,7 @@ def write_document(document: Renderable, path: Path, form: str | None = None, *,
 
 @contextlib.contextmanager
 def keeping(document: Renderable) -> Iterator[None]:
-    """Keep a result as JSON in a temporary file if its delivery fails; a note of the error names the file."""
+    """Save a result as JSON in a temporary file if its delivery fails; a note on the error names the file."""
     try:
         yield
     except BrokenPipeError:
@@ -117,13 +117,13 @@ def keeping(document: Renderable) -> Iterator[None]:
 
 
 def _keep(document: Renderable) -> str:
-    """Save a result under a name that depends on its content, and describe where."""
+    """Save a result under a name that depends on its content, and return a description of the place."""
     from ampaudit.render.json import to_json
 
     text = to_json(document)
     digest = hashlib.sha256(_TIMES.sub("", text).encode()).hexdigest()[:16]
     for folder in (tempfile.gettempdir, os.getcwd, Path.home):
-        with contextlib.suppress(OSError, RuntimeError):  # the latter if nobody's home is known
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
             path = Path(folder(), f"ampaudit-{document.kind}-{digest}.json")
             write_private(path, text)
             return f"kept in {path}: ampaudit report {shell_quoted(str(path))} shows it"

@@ -1,8 +1,7 @@
-"""Renders SARIF 2.1.0, with which code hosts show findings on their lines.
+"""Renders SARIF 2.1.0, with which code hosts show findings on source lines.
 
-Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", to which the section
-numbers below refer. The output also has what code hosts require beyond it: relative paths, fingerprints, and
-a category per run.
+Section numbers below are those of OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0".
+Code hosts require more than it does: relative paths, fingerprints, and a category per run.
 """
 
 from __future__ import annotations
@@ -135,8 +134,8 @@ def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
 def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
     region: dict[str, Any] = {"startLine": max(line.line, 1)}
     if alert is not None and alert.region is not None and alert.line is line:
-        column, last, behind = alert.region
-        region |= {"startColumn": column, "endLine": last, "endColumn": behind}
+        start_column, end_line, end_column = alert.region
+        region |= {"startColumn": start_column, "endLine": end_line, "endColumn": end_column}
     elif line.code:
         region["snippet"] = {"text": line.code}
     location: dict[str, Any] = {
@@ -171,8 +170,8 @@ def _text(text: str) -> str:
 
 def _fingerprint(suite: Suite, alert: Alert) -> str:
     """Return a fingerprint that is stable across runs and moved lines."""
-    # a function may have the same mistake twice
-    linted = alert.region is not None and alert.line is not None
-    subject = alert.line.code if linted and alert.line is not None else suite.label
+    # findings of lint have a region; their code tells apart the same mistake twice in a function
+    is_lint = alert.region is not None and alert.line is not None
+    subject = alert.line.code if is_lint and alert.line is not None else suite.label
     identity = "\n".join((subject, alert.case, alert.code, alert.site))
     return hashlib.sha256(identity.encode()).hexdigest()[:32]

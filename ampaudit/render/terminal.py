@@ -76,7 +76,7 @@ def as_text(printed: Callable[[Console], None], width: int, *, terminal: bool = 
     Args:
         printed: Function that prints to a console.
         width: Width in characters at which lines wrap.
-        terminal: Whether tables must fit that width as well, instead of being as wide as their content.
+        terminal: Whether tables must fit the width; otherwise they are as wide as their content.
     """
     from rich.console import Console
 

@@ -21,13 +21,13 @@ _CELLS = 40
 _STEPS = ((1, "#e5734f"), (3, "#f4b183"), (6, "#c9dcec"), (10, "#8fbcdb"), (float("inf"), "#4a90c2"))
 _BROKEN = "#b2182b"
 D = TypeVar("D", bound="Renderable")
-_VIEWS = "ampaudit.views"  # on a higher floor: the view of a kind of document is looked up by its name
+_VIEWS = "ampaudit.views"  # on a higher floor, so views are looked up by the name of the document's kind
 Cell: TypeAlias = str | int | float | None
 Row: TypeAlias = Mapping[str, Cell]
 
 
 class Renderable(Protocol):
-    """What formats ask of a document by itself; its view has the rest."""
+    """What formats need from a document itself; its view provides the rest."""
 
     @property
     def kind(self) -> str:
@@ -99,7 +99,7 @@ class View(ABC, Generic[D]):
         return f"{gate} (--fail-on {rule})" if rule else gate
 
     def subject(self) -> str:
-        """Describe in a few words how the document was made."""
+        """Describe in a few words how the result was obtained."""
         return self.document.kind
 
     def strips(self) -> Iterable[Strip]:
