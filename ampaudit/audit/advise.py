@@ -1,7 +1,8 @@
 """``scan --advise``: tries each proposed change and keeps those that work.
 
-The reference is FP32 without the limit, since a wider format would not need it. Because the limit also acts
-in FP32, its error is not rounding; it is compared with that of the rescaled stream in 16 bits.
+If clamps limit a residual stream to the range of float16, they act in FP32 as well. A wider format would not
+need them, so the reference for such a stream is FP32 without the clamps: against it, the error of the clamps
+is compared with that of the rescaled stream in 16 bits.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from ampaudit.trace.values import dtype_name
 ROUNDS = 8  # as many alternatives as a finding has, and some for errors that appear only then
 REDUCING = 16  # runs
 Outputs = list[dict[str, Pair]]
-TRIED = 8  # errors; each costs a run or two
-SHOWN = 2  # changes per error: the smallest, and one of another kind
+MAX_TRIED = 8  # errors; each costs a run or two
+MAX_SHOWN = 2  # changes per error: the smallest, and one of another kind
 ALIKE_DB = 3.0  # rounding alone makes alternatives differ by less
 EXACT_DB = 80.0  # no 16-bit format shows more
-UNNAMED = ("AMP101", "AMP103")  # whose advice is general: no cause is known
+UNNAMED = ("AMP101", "AMP103")  # codes of an unknown cause, whose advice is general
 NOT_RUN = "the model cannot be run this way"
 
 
@@ -58,10 +59,10 @@ def _trial(
     attempt: Attempt,
     limits: Sequence[Site],
 ) -> Trial:
-    """Compare the error that limits cause with that of the rescaled stream."""
+    """Return the trial of a rescaled stream, which compares its error with that of the limits."""
     errors, cost = len(attempt.errors), worst_db(without.record.edited)
-    makers = (context.flow.makers(each)[0] for each in limits)
-    peak = max(without.observed(maker.id).ref_peak for maker in makers)
+    producers = (context.flow.producers(each)[0] for each in limits)
+    peak = max(without.observed(producer.id).ref_peak for producer in producers)
     limit = context.observed(limits[0].id).ref_peak
     where = f"{limits[0].id}{f' and {len(limits) - 1} more' if len(limits) > 1 else ''}"
     return Trial(
@@ -78,7 +79,7 @@ def _trial(
     )
 
 
-def advised(
+def add_advice(
     findings: Sequence[Finding],
     source: ModelSource,
     run_config: RunConfig,
@@ -97,13 +98,13 @@ def advised(
     subject = AdviceContext(source.model, run_config.rules, context)
     attempts = Attempts(subject, source, run_config, context.config, tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
-    later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
-    annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}
+    later = f"(not tried by itself; --advise tries the first {MAX_TRIED} errors)"
+    annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[MAX_TRIED:]}
     form = context.number_format.name
-    for number, finding in enumerate(errors[:TRIED]):
-        on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
+    for number, finding in enumerate(errors[:MAX_TRIED]):
+        on_progress(f"trying changes for {finding.site}", number, min(len(errors), MAX_TRIED))
         result = replace(finding, tried=advisor.trials(finding))
-        if result.unhelped and result.code in UNNAMED:  # the trials refute its general advice
+        if result.all_trials_failed and result.code in UNNAMED:  # the trials refute its general advice
             advice = f"nothing that was tried helps: change the code so that its values stay within {form}"
             result = replace(result, advice=advice)
         annotated[id(finding)] = result
@@ -134,7 +135,7 @@ class _Advisor:
         successes: list[Trial] = []
         failed: list[Trial] = []
         for alternatives in proposals(self.attempts.subject, finding):
-            if sum(trial.outcome == "cure" for trial in successes) == SHOWN:
+            if sum(trial.outcome == "cure" for trial in successes) == MAX_SHOWN:
                 break
             if any(trial.kind == alternatives[0].kind for trial in successes):
                 continue
@@ -150,7 +151,7 @@ class _Advisor:
             limited = self._without_limits(finding)
             successes[:0] = [limited] if limited is not None else []
         successes.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
-        return tuple(successes[:SHOWN] or failed)
+        return tuple(successes[:MAX_SHOWN] or failed)
 
     def _without_limits(self, finding: Finding) -> Trial | None:
         """Return the trial of a rescaled stream with limits, if it removes the finding and adds none."""

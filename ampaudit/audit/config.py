@@ -57,15 +57,15 @@ MinSqnr = Annotated[float, NOT_NAN, Ge(0), Option("Required accuracy of every ou
 MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
 
 
-# two options exclude each other only if one takes away what the other needs
-_TAKES_AWAY = {
+# two options exclude each other only if one violates a need of the other
+_VIOLATES = {
     "ranges": Need.LOW_PRECISION,
     "static": Need.RUN,
     "steps": Need.ONE_STEP,
     "sweep": Need.ONE_SIZE,
     "memory": Need.WHOLE_MODEL,
     "contract": Need.DEFAULT_CONTRACT,
-    **{each.name: each.takes_away for each in instruments() if each.takes_away is not None},
+    **{each.name: each.violates for each in instruments() if each.violates is not None},
 }
 _NEEDS: Mapping[str, Collection[Need]] = {
     "static": {Need.LOW_PRECISION, Need.DEFAULT_CONTRACT},
@@ -118,8 +118,8 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
 
 
 def _conflicts() -> Iterator[tuple[str, str, Need]]:
-    """Yield the pairs of options of which the first takes away what the second needs."""
-    for option, need in _TAKES_AWAY.items():
+    """Yield the pairs of options of which the first violates a need of the second, with that need."""
+    for option, need in _VIOLATES.items():
         yield from ((option, other, need) for other, needs in _NEEDS.items() if need in needs)
 
 

@@ -39,7 +39,7 @@ def as_source(
     batches: Iterable[Inputs] | None = None,
     options: SourceConfig | None = None,
     *,
-    most: int | None = None,
+    max_batches: int | None = None,
 ) -> ModelSource:
     """Return a model with its batches.
 
@@ -49,7 +49,7 @@ def as_source(
             function that returns a batch of a given size.
         batches: Several batches instead.
         options: Options for loading the model.
-        most: Maximum number of batches to take, for loaders that never end.
+        max_batches: Maximum number of batches to take, for loaders that never end.
 
     Raises:
         InputError: There are no inputs, or a batch has the wrong type.
@@ -86,7 +86,7 @@ def as_source(
     return replace(
         source,
         model=runnable(source.model, source.location),
-        batches=tuple(map(_batch, islice(items, most))),
+        batches=tuple(map(_batch, islice(items, max_batches))),
         inputs=GIVEN,
         make_batches=make_batches,
     )

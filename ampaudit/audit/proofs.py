@@ -158,7 +158,7 @@ def static_audit(source: ModelSource, run_config: RunConfig) -> Audit:
     return Audit(record, tuple(sites.values()), first, frozenset(), others=tuple(others))
 
 
-def stressed(
+def search_overflows(
     source: ModelSource,
     audit: Audit,
     run_config: RunConfig,

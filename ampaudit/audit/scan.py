@@ -109,7 +109,7 @@ def scan(
         batches: Several batches instead of one.
         source: Options to load a model from its location: weights, inputs, number of batches, ``trust`` ...
         config: Options as one record.
-        session: What the call works with: functions that receive progress and outputs, a backend ...
+        session: Context of the call: functions that receive progress and outputs, a backend ...
         **options: Fields of ``ScanConfig``, which override those of ``config``.
 
     Returns:
@@ -158,10 +158,10 @@ def scan_policies(
     with using_twins(config.twins):
         if not config.sweep:
             return [each.report for each in audited(source)]
-        from ampaudit.audit.sweep import swept
+        from ampaudit.audit.sweep import scan_sizes
 
         limit = low_precision_format(config.dtype).overflow_at
-        return swept(
+        return scan_sizes(
             source, config, lambda sized: [(each.report, each.promoted_at(limit)) for each in audited(sized)]
         )
 
@@ -261,7 +261,7 @@ def _report(
     form = run_config.number_format
     table = None
     if config.prove or config.static or config.stress > 0:
-        from ampaudit.audit.proofs import compare_with_run, prove, stressed
+        from ampaudit.audit.proofs import compare_with_run, prove, search_overflows
 
         table = prove(audit, source.batches, run_config, config)
     context = context_of(audit, form, config, table)
@@ -271,9 +271,9 @@ def _report(
     findings, combined = suppressed(findings, hiding), None
     advising = (config.advise or config.diff) and not config.ranges and not config.static
     if advising:
-        from ampaudit.audit.advise import advised
+        from ampaudit.audit.advise import add_advice
 
-        findings, combined = advised(findings, source, run_config, context, hiding, on_progress)
+        findings, combined = add_advice(findings, source, run_config, context, hiding, on_progress)
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
     native = audit.record.backend == "native" and not config.static
@@ -296,7 +296,7 @@ def _report(
         before = context_of(usual, form, config.changed(contract=""))
         report = replace(report, changed=changed_verdicts(before, context, report))
     stress = config.stress > 0 and not config.static
-    searched = stressed(source, audit, run_config, context, on_progress) if stress else ()
+    searched = search_overflows(source, audit, run_config, context, on_progress) if stress else ()
     idle = ("--stress searched nothing: each 16-bit site is proved, broken or constant",)
     for instrument in config.requested:
         report = measuring(instrument).reported(instrument, report, source, audit, context)

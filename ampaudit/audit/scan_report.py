@@ -10,7 +10,7 @@ from typing import Literal
 
 from ampaudit.audit.checks import Finding, Severity, run_checks
 from ampaudit.audit.checks.coverage import gaps_of
-from ampaudit.audit.checks.interface import HANDS_ON, CheckContext, finding_source, source_of
+from ampaudit.audit.checks.interface import PASSES_ON, CheckContext, finding_source, source_of
 from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.audit.instruments import checks_for
 from ampaudit.core import __version__
@@ -43,7 +43,7 @@ from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
 SiteVerdict = Literal["proved", "observed", "overflows", "poisoned", "not observed"]
-_MOST_ANSWERS = 2  # distinct values that are listed for one line
+_MAX_ANSWERS = 2  # distinct values that are listed for one line
 THIS_TOOL = ToolInfo("ampaudit", __version__)
 
 CONTRACT = (
@@ -51,7 +51,7 @@ CONTRACT = (
     "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
-_MOST_TAILS = 5  # sites whose tail risk is estimated
+_MAX_TAILS = 5  # sites whose tail risk is estimated
 _COVERED = (
     GapKind.NOT_RUN,
     GapKind.OPAQUE,
@@ -105,7 +105,7 @@ def this_environment() -> Environment:
 
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
-    """Return the sites whose gravest finding is another one under the usual contract, in graph order."""
+    """Return the sites whose gravest finding differs from that under the usual contract, in graph order."""
     before = _gravest(run_checks(usual, checks_for(usual.config)))
     after = _gravest(report.findings)
     sites = [s.id for s in here.sites if s.id in before or s.id in after]
@@ -127,7 +127,7 @@ def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
     measured = [s for s in floats if s.id in context.record.observations]
     return Coverage(
         sites=len(floats),
-        audited=sum(s.id in context.record.observations or s.role in HANDS_ON for s in floats),
+        audited=sum(s.id in context.record.observations or s.role in PASSES_ON for s in floats),
         measured=len(measured),
         proved=len(context.proved),
         integer_sites=len(context.sites) - len(floats),
@@ -143,7 +143,7 @@ def _site_report(context: CheckContext, site: Site) -> SiteReport:
     stats = context.record.observations.get(site.id)
     what_if, forward = None, None
     bound = context.bounds.bounds.get(site.id) if context.bounds is not None else None
-    verdict: SiteVerdict = "observed" if stats is not None or site.role in HANDS_ON else "not observed"
+    verdict: SiteVerdict = "observed" if stats is not None or site.role in PASSES_ON else "not observed"
     if site.id in context.broken_sites:
         verdict = "overflows" if site.id in context.origins else "poisoned"
     elif site.id in context.proved:
@@ -184,7 +184,7 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites = [s for s in sites if s.id not in context.by_design]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
-    peaks = {site.id: list(context.observed(site.id).batch_peaks.values()) for site in sites[:_MOST_TAILS]}
+    peaks = {site.id: list(context.observed(site.id).batch_peaks.values()) for site in sites[:_MAX_TAILS]}
     risks = (tail_risk(site, values, limit, samples) for site, values in peaks.items())
     return tuple(risk for risk in risks if risk is not None)
 
@@ -296,5 +296,5 @@ def _answers(stats: ReadStats) -> str:
     """Return the FP32 value of the read that differs, or the most common values with their counts."""
     if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
         return stats.fp32
-    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_MOST_ANSWERS))
-    return f"{listed}, ..." if len(stats.answers) > _MOST_ANSWERS else listed
+    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_MAX_ANSWERS))
+    return f"{listed}, ..." if len(stats.answers) > _MAX_ANSWERS else listed

@@ -26,10 +26,10 @@ _MAX_SITES = 10
 Sized: TypeAlias = tuple[Report, frozenset[SiteId]]
 
 
-def swept(
+def scan_sizes(
     source: ModelSource, config: ScanConfig, audit: Callable[[ModelSource], list[Sized]]
 ) -> list[Report]:
-    """Audit a source at each size, and return the worst report of each policy with the others' results.
+    """Audit a source at each size, and return each policy's worst report with the results of all sizes.
 
     The audit returns a report for each policy, and the sites that it keeps in float32 where they overflow.
 

@@ -66,7 +66,7 @@ def bench(
         inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         source: How to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
-        session: What the call works with; only ``on_progress`` is used.
+        session: Context of the call; only ``on_progress`` is used.
         **options: Fields of ``BenchConfig``, which override those of ``config``.
 
     Returns:

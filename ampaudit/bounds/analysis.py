@@ -57,9 +57,9 @@ _REGISTERED = (elementwise, products, reductions, shapes)
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
     """Bound every site of a graph for inputs in a domain, which has their ranges by placeholder.
 
-    The value of a site that is not proved is assumed to lie within the format for later sites, since an
-    overflow there is the fault of that site alone. So a proof says that a site does not overflow unless an
-    earlier one does.
+    Where a site is not proved, later sites assume that its value lies within the format, since an overflow
+    there is the fault of that site alone. So a proof says that a site does not overflow unless an earlier one
+    does.
     """
     with torch.no_grad():
         return _BoundPass(traced, domain, form).run()
@@ -142,7 +142,7 @@ class _BoundPass:
     def _statistics(self, node: fx.Node, op: OpOverload | None) -> list[float]:
         """Bound the running statistics that a norm writes, which its schema does not show.
 
-        They are means of what they were before and of the batch's own, so that none is above both.
+        Each is a weighted mean of its old value and of the batch's statistic, so the larger one bounds it.
         """
         kwargs = dict(node.kwargs)
         if op is None or set(written_arguments(op, node.args, kwargs)) <= set(mutated_arguments(op)):
@@ -152,11 +152,11 @@ class _BoundPass:
         if _dtypes(node.meta.get("val"))[0] in LOW_PRECISION_DTYPES and any(
             each.meta["val"].dtype is torch.float32 for each in statistics
         ):
-            return []  # which a run does not measure as values of the site
+            return []  # a run does not measure them as values of the site
         first, momentum = node.all_input_nodes[0], arguments.get("momentum")
         x = self._intervals.get(first)
         size = math.prod(x.shape) // max(x.shape[1], 1) if isinstance(x, Interval) and len(x.shape) > 1 else 0
-        once = base_name(op) == "batch_norm" and all(map(self._is_own, statistics))
+        once = base_name(op) == "batch_norm" and all(map(self._has_one_writer, statistics))
         convex = isinstance(momentum, int | float) and 0 <= momentum <= 1
         if not (once and convex and isinstance(x, Interval) and size > 1):
             return [math.inf]
@@ -164,8 +164,8 @@ class _BoundPass:
         peaks += [self._weights.peak_of(self._traced.tensors[each.name]) for each in statistics]
         return [peak * (1 + 2.0**-7) for peak in peaks]
 
-    def _is_own(self, statistic: fx.Node) -> bool:
-        """Return whether a statistic is a buffer of the model to which one op writes."""
+    def _has_one_writer(self, statistic: fx.Node) -> bool:
+        """Return whether a statistic is a buffer of the model to which only one op writes."""
         memory = self._memory.of(statistic.meta["val"])
         return statistic.name in self._traced.tensors and all(self._writers[each] < 2 for each in memory)
 
@@ -352,7 +352,7 @@ class BoundTable:
 
 
 class KnownWeights(dict[fx.Node, KnownTensor]):
-    """Known weights by node, also behind copies, views and casts, and constants behind every exact op."""
+    """Values known without a run, by node: weights behind copies and casts; constants behind exact ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
             self[node] = _cast(KnownTensor(tensor), tensor.dtype, dtype) or KnownTensor(tensor.to(dtype))
 
     def follow(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
-        """Compute a node's value, if that is exact; return whether it is known."""
+        """Compute a node's value if that is exact, and return whether the value is known."""
         sources, value = node.all_input_nodes, node.meta.get("val")
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):

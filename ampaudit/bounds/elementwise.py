@@ -521,7 +521,7 @@ def reciprocal(call: OpCall) -> Interval:
     return output_interval(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
 
 
-# least values of activations x * s(x) with 0 <= s <= 1, which are no larger than x
+# minima of activations x * s(x) with 0 <= s <= 1, so that their magnitude is at most |x|
 _MINIMA = {"gelu": -0.1701, "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751}
 
 

@@ -51,7 +51,7 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether any bound is known."""
+        """Whether all ends are finite."""
         return math.isfinite(self.peak)
 
     def axis(self, axis: int) -> int:
@@ -59,7 +59,7 @@ class Interval:
         return axis % len(self.shape) if self.shape else 0
 
     def norm(self, axis: int) -> torch.Tensor:
-        """Bound the L2 norm along an axis by the known norm, or by the root of the summed squares."""
+        """Bound the L2 norm along an axis: by a known norm or sum, and by the root of the summed squares."""
         place = self.axis(axis)
         length = self._along(self.magnitude.square(), place).sqrt()
         known = self.norms.get(place)
@@ -147,14 +147,17 @@ def unbounded(shape: tuple[int, ...]) -> Interval:
 
 
 def hull(shape: tuple[int, ...], *intervals: Interval) -> Interval:
-    """Return an interval that contains the elements of some values, of which some may have none."""
+    """Return an interval that contains the elements of all values; a value without elements adds none."""
     filled = [interval for interval in intervals if 0 not in interval.shape]
     low = min((float(interval.low.amin()) for interval in filled), default=0.0)
     return between(shape, low, max((float(interval.high.amax()) for interval in filled), default=0.0))
 
 
 def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
-    """Bound a known tensor; one with more elements than ``largest`` is bounded row by row."""
+    """Bound a known tensor, element by element.
+
+    With more than ``largest`` elements, each position of the last axis gets one bound, or the whole tensor.
+    """
     shape = tuple(value.shape)
     wide = value.detach()
     if wide.dtype is torch.bool:

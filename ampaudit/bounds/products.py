@@ -30,10 +30,10 @@ INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits
 
 @transfer("linear")
 def linear(call: OpCall) -> Interval:
-    """Bound by |w.x + b| <= |w| |x| + |b| (Cauchy and Schwarz), or end by end by W c +- |W| r.
+    """Bound by |w.x + b| <= |w| |x| + |b| (Cauchy and Schwarz), or by W c + b +- |W| r.
 
-    The norm of a row is at most |W|_F |x| + |b|. The second bound is computed only if no norm of x is known,
-    or if the first does not suffice.
+    Here c is the centre and r the radius of the interval of x. The norm of a row is at most |W|_F |x| + |b|.
+    The second bound is computed only if no norm of x is known, or if the first does not suffice.
     """
     x, weight, bias = call.interval("input"), call.weight("weight"), call.weight("bias", 0.0)
     if weight is None or bias is None or weight.tensor.ndim != 2 or not x.shape:
@@ -225,8 +225,8 @@ def layer_norm(call: OpCall) -> Interval:
     """Bound by |y_i| <= |y| <= sqrt(n) before the affine part.
 
     Samuelson (1968) gives sqrt(n - 1) around the exact mean. An error d of the mean adds d^2 to the variance,
-    so that by Cauchy and Schwarz the bound grows to sqrt(n) at most. ``x * scale - mean * scale`` has
-    the error of two roundings of the mean, too, which matters if a row is almost constant and eps is 1e-12.
+    so that by Cauchy and Schwarz the bound grows to sqrt(n) at most. ``x * scale - mean * scale`` adds
+    two roundings of the mean, which matter if a row is almost constant and eps is 1e-12.
     """
     call.ignore("cudnn_enable")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")

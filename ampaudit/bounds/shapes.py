@@ -196,9 +196,10 @@ def split_at(call: OpCall) -> list[Interval]:
 
 
 def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
-    """Return memory that in-place ops write to, or did before copies replaced them, and other written memory.
+    """Return the memory that in-place ops write to, and the memory that is written in other ways.
 
-    The latter is written by ``out=``, or as statistics of a norm.
+    The former includes the memory of in-place ops that copies have replaced. The latter is resized, or
+    written by ``out=`` or as statistics of a norm.
     """
     in_place: set[int] = set()
     hidden: set[int] = set()

@@ -33,7 +33,7 @@ class DuplicateTransfer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """A weight or constant whose value is known, and the error of that as the graph's value."""
+    """A known weight or constant, with bounds on the error of the value that the graph holds."""
 
     tensor: torch.Tensor  # before the graph rounds it
     relative: float = 0.0
@@ -98,12 +98,12 @@ class OpCall:
         return False
 
     def number(self, name: str) -> float | None:
-        """Return a Python number; ``None`` if the argument is a value of the graph."""
+        """Return an argument that is a Python number; ``None`` if it is not one."""
         value = self.arg(name)
         return float(value) if isinstance(value, int | float) else None
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a Python number, and the one that a 16-bit kernel reads; none for a value of the graph."""
+        """Return a Python number as float32 and as 16-bit kernels read it; empty if it is not a number."""
         number = self.number(name)
         return () if number is None else tuple({number, float(as_read(number, self.dtype))})
 

@@ -53,7 +53,7 @@ def check(
         targets: Model files, converted directories, ``.pt2`` and ``.onnx`` files; by default those of
             ``config``.
         config: Options as one record.
-        session: What the call works with; only ``on_progress`` is used.
+        session: Context of the call; only ``on_progress`` is used.
         **options: Fields of ``CheckConfig``, which override those of ``config``.
 
     Returns:

@@ -22,7 +22,7 @@ from ampaudit.core.config import Config
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.torchrun import place_of
+from ampaudit.core.torchrun import rank_and_world_size
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.findings.finding import counts_in_words, gaps_in_words
@@ -148,7 +148,7 @@ def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
 
 def _check(request: Request) -> TargetResult:
     """Check a target, together with the workers of other ranks if there are any."""
-    if place_of() is None:
+    if rank_and_world_size() is None:
         return check_target(request)
     from click.exceptions import Exit
 

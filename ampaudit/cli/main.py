@@ -19,7 +19,7 @@ def run() -> NoReturn:
     gc.set_threshold(5_000)
     try:
         _open_missing_streams()
-        if (place := torchrun.place_of()) is not None and place[0] > 0:
+        if (place := torchrun.rank_and_world_size()) is not None and place[0] > 0:
             torchrun.silence()  # including the message after a signal
         if sys.argv[1:2] != ["record"]:  # a recorded script prints to its usual standard output
             _keep_output()

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
 from ampaudit.core.errors import UsageError
-from ampaudit.core.torchrun import place_of
+from ampaudit.core.torchrun import rank_and_world_size
 from ampaudit.core.untrusted import describe
 from ampaudit.render.render import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_format, formats_of
 
@@ -267,7 +267,7 @@ def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare |
 
     With ``pipeline``, the ranks divide the model instead of the batches.
     """
-    if place_of() is None:
+    if rank_and_world_size() is None:
         if pipeline and "RANK" not in os.environ:
             raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
         return nullcontext()

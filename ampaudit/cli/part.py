@@ -13,7 +13,7 @@ from ampaudit.cli.options import explicit_options
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import InputError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.torchrun import place_of
+from ampaudit.core.torchrun import rank_and_world_size
 
 # options of the audit that a part stores; consent to run a checkpoint's code is not among them
 _PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir"}
@@ -33,7 +33,7 @@ def write_scan_part(
         raise click.UsageError("--part writes a file: add -o part-1.json")
     if options["output"].suffix.lower() != ".json":
         raise click.UsageError("--part writes JSON, whose file must end in .json: -o part-1.json")
-    if place_of() is not None:
+    if rank_and_world_size() is not None:
         raise click.UsageError("--part is not for torchrun, whose ranks divide the batches anyway")
     explicit = explicit_options(options)
     if "form" in explicit:

@@ -1,4 +1,4 @@
-"""Defines the assumed range of a model's input."""
+"""Parses what users state about inputs: their ranges (``--assume``) and sizes (``--sweep``)."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class ChildLimits:
 class ChildProcess:
     """A process that calls one of our functions, together with its children.
 
-    Arguments are those of ``start_forked``, but for ``log``, the file for standard output and standard error.
-    Elsewhere than on Linux, nothing is imported ahead.
+    Takes the arguments of ``start_forked``, with a file for standard output and error (``log``) in place of
+    streams. On platforms other than Linux, nothing is imported ahead.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ChildProcess:
         return None if code is None or code >= 0 else signal.Signals(-code).name
 
     def death(self) -> str:
-        """Describe how the process ended, for one that left no result."""
+        """Describe how a process that left no result ended."""
         if self.killed_by is not None:
             return f"its process was killed by {self.killed_by}"
         last = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]

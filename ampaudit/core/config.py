@@ -33,10 +33,10 @@ class Option:
 
     help: str  # for the help text and the documentation
     metavar: str | None = None  # placeholder of the value in the help text
-    flags: tuple[str, ...] = ()  # on the command line; a long one replaces the field's own
+    flags: tuple[str, ...] = ()  # on the command line; a long one replaces that of the field's name
     command_line: bool = True  # whether it is an option of the command
-    file: bool = True  # whether it is a key in pyproject.toml, where the command has a table
-    commas: bool = False  # whether several values are given as one text with commas
+    file: bool = True  # whether it is a key of the command's table in pyproject.toml
+    commas: bool = False  # whether several values are one text, separated by commas
     accepts: str = ""  # types that a caller may pass, as source code, if the field converts them
 
 
@@ -85,7 +85,7 @@ DeviceName = Annotated[
 ]
 
 Seed = Annotated[int, AfterValidator(_valid_seed), Option("Random seed.")]
-# never a key of a file: whoever wrote the model may have written the file
+# cannot be set in pyproject.toml, whose author may also have written the model
 Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
 
 
@@ -109,7 +109,7 @@ class Config(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str = "") -> Self:
-        """Validate values by field name from another place than a call.
+        """Validate values by field name that come from the command line or a file.
 
         Errors name the ``place``: ``COMMAND_LINE``, or a file and its table.
 
@@ -126,7 +126,7 @@ class Config(BaseModel):
 
     @classmethod
     def merged(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
-        """Return the record of a call: keyword options override those of a whole record.
+        """Return the record for a call: keyword options override the fields of ``config``.
 
         Raises:
             UsageError: An option does not fit, or the record is another command's.
@@ -136,7 +136,7 @@ class Config(BaseModel):
         return cls(**options) if config is None else config.changed(**options)
 
     def check(self) -> None:
-        """Raise early for what would fail only after a model is loaded.
+        """Check early what would otherwise fail only after the model is loaded.
 
         Raises:
             UsageError: An option does not fit this machine or another option.
@@ -166,7 +166,7 @@ def with_options(config: type[Config]) -> Callable[[Function], Function]:
         names = [name for name in config.model_fields if name not in signature.parameters]
         described = [(name, option_of(config.model_fields[name])) for name in names]
         lines = (f"        {name}: {option.help}\n" for name, option in described if option is not None)
-        doc = re.sub(r"\n +\*\*options: .*", "", function.__doc__ or "")  # which the signature no longer has
+        doc = re.sub(r"\n +\*\*options: .*", "", function.__doc__ or "")  # no longer in the signature
         record = f"        Fields of ``{config.__name__}``, which override those of ``config``.\n\n"
         function.__doc__ = f"{doc}\n    Options:\n{record}{''.join(lines)}"
         return function
@@ -175,7 +175,7 @@ def with_options(config: type[Config]) -> Callable[[Function], Function]:
 
 
 def signature_with_options(signature: inspect.Signature, config: type[Config]) -> inspect.Signature:
-    """Replace ``**options`` in a signature by the fields of a record that it does not name itself."""
+    """Replace ``**options`` in a signature by the fields of a record that the signature does not name."""
     others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
         inspect.Parameter(

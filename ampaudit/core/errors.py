@@ -4,7 +4,7 @@
 
     AuditError
       UsageError        2  an option that cannot be honoured
-      SourceError       2  the model file, import path, directory or archive; or what the model raises
+      SourceError       2  the model file, import path, directory or archive; or an error of the model
       InputError        2  example inputs that do not fit the model
       WeightsError      2  a checkpoint that is corrupt, hostile or does not match
       PolicyError       2  a rule file or policy name
@@ -30,7 +30,7 @@ def first_line(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text; empty if its class fails to give one."""
+    """Return an error's text; empty if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception:
@@ -38,13 +38,15 @@ def text_of(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'? `` for the most similar name, whatever its case; empty if none is similar.
+    """Return ``did you mean 'x'? `` with the most similar known name; empty if none is similar.
 
-    One that begins with the name is more similar than others.
+    Case does not matter. The shortest known name that begins with ``name`` comes first.
     """
     folded = {each.casefold(): each for each in known}
-    begun = [each for each in folded if name and each.startswith(name.casefold())]
-    near = [min(begun, key=len)] if begun else difflib.get_close_matches(name.casefold(), folded, n=1)
+    completions = [each for each in folded if name and each.startswith(name.casefold())]
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    if completions:
+        near = [min(completions, key=len)]
     return f"did you mean {folded[near[0]]!r}? " if near else ""
 
 
@@ -129,6 +131,6 @@ class ProofBroken(CouldNotAudit):
 
 
 class RankLost(AuditError):
-    """Raised if another process of the same audit has ended, failed or hung: no policy has a report."""
+    """Raised if another process of the same audit has ended, failed or hung, so that there is no report."""
 
     exit_code = 3

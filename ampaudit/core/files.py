@@ -100,10 +100,10 @@ def _is_stream(path: Path) -> bool:
     return path.is_char_device() or path.is_fifo()
 
 
-def check_directory(path: Path, *, force: bool, ours: str) -> None:
+def check_directory(path: Path, *, force: bool, marker: str) -> None:
     """Reject an output directory that cannot or should not be replaced.
 
-    The file ``ours`` marks directories written by ampaudit. With ``force``, these are replaced; without it,
+    The file ``marker`` marks directories written by ampaudit. With ``force``, these are replaced; without it,
     only empty ones.
 
     Raises:
@@ -117,9 +117,9 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
     if path.suffix in _MODEL_FILES and not path.exists():
         raise OutputError(f"{path} looks like a file", hint=f"-o takes a directory, such as {path.stem}")
     if path.is_dir() and any(path.iterdir()):
-        if not (path / ours).is_file():
+        if not (path / marker).is_file():
             raise OutputError(
-                f"{path} is not empty and has no {ours}: it was not written by ampaudit",
+                f"{path} is not empty and has no {marker}: it was not written by ampaudit",
                 hint="choose another directory; only one that ampaudit wrote can be replaced",
             )
         if not force:
@@ -128,7 +128,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
 
 
 @contextlib.contextmanager
-def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
+def staged_directory(path: Path, *, force: bool, marker: str) -> Iterator[Path]:
     """Yield a new directory beside the target, and move it into place at the end.
 
     On Linux the swap is one system call, so that at any moment, even after a crash, the target is the whole
@@ -138,7 +138,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     Raises:
         OutputError: The directory may not be written (see ``check_directory``), or the disk is full.
     """
-    check_directory(path, force=force, ours=ours)
+    check_directory(path, force=force, marker=marker)
     target = path.resolve()
     try:
         with _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-") as stage:
@@ -146,7 +146,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
             try:
-                check_directory(path, force=force, ours=ours)  # another process may have created it
+                check_directory(path, force=force, marker=marker)  # another process may have created it
                 with interrupts.Committing(path):
                     _swap(stage, target)  # stage is then the old one, which is removed
             except (OSError, OutputError) as error:
@@ -231,8 +231,9 @@ def _umask() -> int:
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory in the system's temporary folder, and remove it at the end.
 
-    It is also removed if a signal ends the program. After SIGKILL, the next command of this user that makes
-    such a directory removes it, known by the prefix ``ampaudit-``; so does a process whose child was killed.
+    It is also removed if a signal ends the program. Directories of killed processes, recognized by the prefix
+    ``ampaudit-``, are removed before and after: the next command of this user removes them, and so does a
+    process whose child was killed.
 
     Raises:
         OSError: The directory cannot be created.
@@ -264,7 +265,7 @@ def _temporary(
 
     Leftovers of dead processes are removed first. Another process may take the new one for a leftover before
     it is locked; then the next attempt creates another. ``make`` takes the arguments of ``tempfile.mkdtemp``;
-    ``leftovers`` is the prefix of the names to remove, by default the same.
+    ``leftovers`` is the prefix of the names to remove, by default ``prefix``.
     """
     _remove_leftovers(parent, leftovers or prefix)
     create = partial(make, suffix=SUFFIX, prefix=prefix, dir=parent)
@@ -315,8 +316,8 @@ def _remove_leftovers(parent: Path, prefix: str) -> None:
     with contextlib.suppress(OSError):  # a folder may be writable but not readable
         for name in os.listdir(parent):
             path = parent / name
-            ours = name.startswith(prefix) and name.endswith(SUFFIX) and _is_own_file(path)
-            if ours and (release := locked(path)) is not None:
+            leftover = name.startswith(prefix) and name.endswith(SUFFIX) and _is_own_file(path)
+            if leftover and (release := locked(path)) is not None:
                 _remove(path)
                 release()
 

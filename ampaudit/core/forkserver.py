@@ -1,4 +1,4 @@
-"""Starts processes that share the time of their imports: a server imports packages once and forks.
+"""Starts processes fast: a server imports packages once, and forks a process for each request.
 
 This needs Linux; elsewhere each process is a fresh interpreter. ``multiprocessing``'s fork server is not
 used, since it would import the user's main script again in every child.
@@ -156,7 +156,7 @@ class _Server:
 
     def stop(self) -> None:
         self._control.close()
-        if not self._children:  # it may still import
+        if not self._children:  # it may still be importing
             self._process.kill()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -185,7 +185,7 @@ def _key(target: str, imports: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def prepare_forks(target: str, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start the server that ``start_forked`` will use, so that it makes its imports meanwhile."""
+    """Start the server that ``start_forked`` will use, so that it imports in the meantime."""
     servers, key = _servers(), _key(target, imports, environment)
     if key not in servers:
         servers[key] = _Server(*key)
@@ -263,7 +263,7 @@ def serve() -> NoReturn:
                     selector.unregister(key.fileobj)
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    os._exit(0)  # taking the modules of torch apart takes more than a second, and the client waits for it
+    os._exit(0)  # finalizing torch's modules would keep the client waiting for more than a second
 
 
 def _accept(control: socket.socket, selector: selectors.BaseSelector, children: _Children) -> bool:

@@ -74,7 +74,7 @@ WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 FORMATS = {f.name: f for f in (FLOAT32, *WHAT_IF_FORMATS)}
 LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
 LOW_PRECISION_NAMES = tuple(f.name for f in LOW_PRECISION_FORMATS)
-# accuracy in dB of outputs that suffer from rounding alone; less means another cause
+# lowest accuracy of an output, in dB, that rounding alone explains
 ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 

@@ -48,13 +48,13 @@ class Instrument:
     title: str  # label of its section on the HTML page
     options: type[Config]  # type of its options, which become options of ``scan``
     needs: frozenset[Need]  # requirements on a run
-    takes_away: Need | None = None  # requirement of other options that it cannot meet
+    violates: Need | None = None  # requirement of other options that a run with it does not meet
     trains: bool = False  # whether it runs the model in training mode by default
     section: type | None = None  # type of its section in a report, if it has one
     # the ``render.blocks`` of a section, with all rows if the second argument is true
     view: Callable[[Any, bool], Iterator[Any]] = lambda section, full: iter(())
     columns: tuple[str, ...] = ()  # that it adds to tables of sites
-    # of these columns from a section, by site and column
+    # the cells of these columns, by site and column, from a section
     cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda section: {}
 
 

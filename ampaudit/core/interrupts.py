@@ -37,7 +37,7 @@ class _Program:
         self.deferred = 0  # nested regions that no exception may interrupt
         self.finishing = False
         self.ending = _thread.allocate_lock()  # held by the thread that ends the program
-        self.delivers = False  # whether results are delivered in spite of the signal
+        self.delivers = False  # whether finished results are delivered despite the signal
         self.stderr, self.null = 2, -1  # copy of file descriptor 2, and its replacement after a signal
         self.written: list[str] = []
         self.cleanups: list[Callable[[], object]] = []
@@ -83,7 +83,7 @@ def forget(cleanup: Callable[[], object]) -> None:
 
 
 def deliver_anyway() -> None:
-    """Deliver the results that are finished in spite of the signal."""
+    """Deliver the finished results despite the signal."""
     if _program.signal is not None:
         _program.delivers = True
         os.dup2(_program.stderr, 2)

@@ -132,9 +132,9 @@ class Sandbox:
 
 
 def prepare_sandbox(target: str, environment: dict[str, str], imports: Sequence[str]) -> None:
-    """Begin with the imports of a sandbox that will be started with these arguments."""
+    """Start the imports of a sandbox that will be constructed with these arguments."""
     if sys.platform == "linux":
-        with interrupts.Deferred(), suppress(OSError):  # the sandbox will say what is wrong
+        with interrupts.Deferred(), suppress(OSError):  # the sandbox will report it
             imports = (target.partition(":")[0], *imports)
             prepare_forks(_ANSWER_REQUEST, imports, _environment() | environment)
 

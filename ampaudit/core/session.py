@@ -1,4 +1,4 @@
-"""What a call works with besides the user's options."""
+"""The context of a call: what it uses besides the user's options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def silent(phase: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a call works with besides the user's options.
+    """The context of a call: progress, share of the work, backend and outputs.
 
     Attributes:
         on_progress: Function that receives the phase, the number of the step, and the number of steps.

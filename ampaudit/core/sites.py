@@ -49,7 +49,7 @@ def pattern_of(name: str) -> str:
 
 
 def globs_of(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Return globs that match ``names`` and nothing else of ``every``, with stars for stacked layers."""
+    """Return globs that match ``names`` and no other name in ``every``, with stars for stacked layers."""
     mine = set(names)
     by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:

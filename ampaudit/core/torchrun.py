@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def place_of() -> tuple[int, int] | None:
+def rank_and_world_size() -> tuple[int, int] | None:
     """Return the rank of this process, from 0, and the number of processes; ``None`` if it is the only one.
 
     Launchers other than ``torchrun`` set the same variables.

@@ -78,7 +78,7 @@ class ConvertConfig(PolicyConfig):
         self.check()
         if self.tune is not None and self.names_policy:
             raise UsageError("--tune chooses the policy", hint="leave out --policy or --tune")
-        check_directory(output, force=self.force, ours=MANIFEST)
+        check_directory(output, force=self.force, marker=MANIFEST)
         if self.mode == "train" and not self.masters:
             raise UsageError("--mode train needs the masters", hint="leave out --no-masters")
         if self.onnx:

@@ -96,7 +96,7 @@ def convert(
         output: Directory to write.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
-        session: What the call works with, its audits included.
+        session: Context of the call and of its audits.
         **options: Fields of ``ConvertConfig``, which override those of ``config``.
 
     Returns:
@@ -134,7 +134,7 @@ def convert(
     plan = _plan(opened, audited, config, rescaling, shapes)
     with (
         keeping(audited.report),
-        staged_directory(directory, force=config.force, ours=MANIFEST) as stage,
+        staged_directory(directory, force=config.force, marker=MANIFEST) as stage,
     ):
         conversion = _write(plan, stage, directory, session.on_progress)
         check_unchanged(read_files)

@@ -40,7 +40,7 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
             f"{len(missing) - 1} more cannot be restored",
             hint="convert again without --no-masters",
         )
-    with staged_directory(output, force=force, ours=MANIFEST) as stage:
+    with staged_directory(output, force=force, marker=MANIFEST) as stage:
         total = sum(TensorEntry(n, t.original_dtype, t.shape).size for n, t in manifest.tensors.items())
         counted = count_megabytes("restoring MB of weights", total, on_progress)
         parts = {name: ChangedPart(_part(directory, name), counted) for name in manifest.weight_files}

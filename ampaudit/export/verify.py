@@ -50,7 +50,7 @@ def verify(
     Args:
         directory: Directory written by ``ampaudit convert``.
         config: Options as one record.
-        session: What the call works with; only ``on_progress`` is used.
+        session: Context of the call; only ``on_progress`` is used.
         **options: Fields of ``VerifyConfig``, which override those of ``config``.
 
     Returns:

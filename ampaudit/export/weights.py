@@ -52,7 +52,7 @@ def convert_weights(
     decisions = _decide_by_name(checkpoint, rules, form)
     policy = rules.file.weights
     notes = ("only weights were converted: no model was run, so overflow in its layers was not checked",)
-    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
+    with staged_directory(output, force=options.force, marker=MANIFEST) as stage:
         files = write_weights(
             checkpoint,
             decisions,

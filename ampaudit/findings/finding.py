@@ -21,7 +21,7 @@ CRASHED = "AMP990"  # the finding that a check itself failed
 OTHER_CODE = "AMP212"  # a line of the model computes something else in 16 bits
 OTHER_FUNCTION = "AMP611"  # the audited model computes something else than its reference
 INSTALLED = "site-packages/"
-KNOWN = "baseline"  # why a finding does not count that a baseline has
+KNOWN = "baseline"  # what suppresses a finding that is in the baseline
 
 
 class Severity(StrEnum):
@@ -38,13 +38,13 @@ class Severity(StrEnum):
 
 
 Verdict = Literal["pass", "warn", "fail"]  # what was found
-Gate = Literal["pass", "fail"]  # what the exit code says, which options decide
+Gate = Literal["pass", "fail"]  # what the exit code says, which depends on --fail-on
 FailOn = Literal["error", "warning", "note", "never"]
 FailOnGaps = Literal["error", "gap", "warning", "note", "never"]
 
 
 def threshold(fail_on: FailOnGaps) -> float:
-    """Return the lowest rank that fails a report; ``gap`` stands for errors, besides gaps."""
+    """Return the lowest rank of a severity that fails a report; ``gap`` fails the same ones as ``error``."""
     if fail_on == "never":
         return math.inf
     return Severity("error" if fail_on == "gap" else fail_on).rank
@@ -56,7 +56,7 @@ def pass_or_fail(passed: bool) -> Gate:
 
 
 def gate_at(severities: Iterable[Severity], fail_on: FailOnGaps) -> Gate:
-    """Return whether any of the severities makes the exit code 1."""
+    """Return ``fail`` if any of the severities makes the exit code 1."""
     least = threshold(fail_on)
     return pass_or_fail(all(severity.rank < least for severity in severities))
 
@@ -77,7 +77,7 @@ class Source:
     caller: SourceLine | None = None
 
     @property
-    def evident(self) -> SourceLine:
+    def user_line(self) -> SourceLine:
         """The line to show in the user's project: the caller, if a library computes the value."""
         if self.caller is not None and INSTALLED in self.file:
             return self.caller
@@ -283,7 +283,7 @@ class Finding:
         return tuple(trial for trial in self.tried if trial.outcome != "failed")
 
     @property
-    def unhelped(self) -> bool:
+    def all_trials_failed(self) -> bool:
         """Whether changes were tried and all failed."""
         return bool(self.tried) and not self.helpful
 
@@ -294,8 +294,8 @@ class Finding:
         return "; ".join(part for part in (self.evidence.in_words, where) if part)
 
     @property
-    def finite(self) -> bool:
-        """Whether the values are finite but wrong."""
+    def finite_error(self) -> bool:
+        """Whether the values are finite but inaccurate."""
         return self.kind == "precision" and not self.origin
 
     @property
@@ -314,7 +314,7 @@ class Finding:
 
 
 class GapKind(StrEnum):
-    """Why something was not looked at."""
+    """Why something was not audited."""
 
     OPAQUE = "opaque op"
     UNCHECKED_TWIN = "unchecked twin"
@@ -356,14 +356,14 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An op or a part of the model that was not looked at, or not as a device computes it.
+    """An op or a part of the model that was not audited, or not as a device computes it.
 
     Attributes:
         site: First site of the op.
         kind: Kind of gap.
         op: Name of the op, of a custom backward, or of modules that never ran.
         reason: Clause that says what is not known.
-        sites: Number of sites that it is about.
+        sites: Number of sites that it concerns.
     """
 
     site: SiteId
@@ -387,7 +387,7 @@ def verdict_on(findings: Iterable[Finding], *, ranges: bool = False) -> Verdict:
 
 
 def gate_on(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> Gate:
-    """Return whether findings that are not suppressed, or gaps, make the exit code 1."""
+    """Return ``fail`` if findings that are not suppressed, or gaps, make the exit code 1."""
     if fail_on == "gap" and gaps:
         return "fail"
     return gate_at((finding.severity for finding in findings if finding.suppressed is None), fail_on)

@@ -1,8 +1,8 @@
 """Divides batches among the ranks of ``torchrun``; each sends its records to rank 0.
 
-They meet in the store of ``torchrun`` alone. A process group of gloo would need names that resolve and open
-ports between all ranks, could not be polled while a rank waits, and says of a lost rank only that a
-connection was closed.
+They communicate through the store of ``torchrun`` alone. A gloo process group would need resolvable names and
+open ports between all ranks, could not be polled while a rank waits, and reports a lost rank only as a closed
+connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ampaudit.core import interrupts
 from ampaudit.core.errors import AuditError, InputError, RankLost, RunFailed, UsageError, first_line
 from ampaudit.core.session import Progress
-from ampaudit.core.torchrun import place_of
+from ampaudit.core.torchrun import rank_and_world_size
 from ampaudit.core.untrusted import describe
 from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import (
@@ -383,9 +383,9 @@ def _raise_lost(rank: int, what: str) -> NoReturn:
 def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare]:
     """Yield this rank's share of a command; all ranks exit with the code of rank 0.
 
-    Processes that those of the ranks have started name their work.
+    ``name`` is empty in the processes that the launcher started, and identifies the work of their children.
     """
-    place = place_of()
+    place = rank_and_world_size()
     assert place is not None, "only a process of torchrun has a rank"
     rank, count = place
     share = kind(Board.connect(rank, name), rank, count)
@@ -506,7 +506,7 @@ def rank_timeout() -> float:
 
 
 class Board:
-    """Entries and counters by key in a store of all ranks."""
+    """Entries and counters by key, in a store that all ranks share."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

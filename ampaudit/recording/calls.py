@@ -230,7 +230,7 @@ def _create_recordings(
         except OSError as error:
             raise OutputError(f"cannot create {describe_path(directory)}: {error.strerror}") from error
     for recording in recordings.values():
-        check_directory(recording.directory, force=config.force, ours=RECORDING)
+        check_directory(recording.directory, force=config.force, marker=RECORDING)
     return recordings
 
 
@@ -433,7 +433,7 @@ class Recording:
 
     def _begin(self) -> None:
         """Create the directory, or empty that of an earlier recording."""
-        check_directory(self._place, force=self.config.force, ours=RECORDING)
+        check_directory(self._place, force=self.config.force, marker=RECORDING)
         if self._place.is_dir():
             for pattern in (CALL_FILES, CALL_FILES.replace("json", "safetensors"), ".call-*.part"):
                 for old in self._place.glob(pattern):

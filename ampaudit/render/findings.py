@@ -233,8 +233,10 @@ def alert_of(
         path=finding.poisons,
         backward=finding.phase == "backward",
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.helpful),
-        failed=tuple(f"{trial.change}: {trial.after}" for trial in finding.tried if finding.unhelped),
-        line=source.evident if source is not None else None,
+        failed=tuple(
+            f"{trial.change}: {trial.after}" for trial in finding.tried if finding.all_trials_failed
+        ),
+        line=source.user_line if source is not None else None,
         source=SourceLine(source.file, source.line, source.code) if source is not None else None,
         caller=source.caller if source is not None else None,
         fate=finding.fate or "",

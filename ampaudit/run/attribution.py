@@ -67,7 +67,7 @@ class Culprit:
     without_db: float | None = None
     decision: SiteId | None = None  # the op that chooses differently because of the error
     detail: DecisionDetail | None = None  # the margins of these choices
-    stalled: float = 0.0  # share of the additions at these sites that have no effect in 16 bits only
+    stalled: float = 0.0  # share of the additions at these sites that lose their effect in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Attribution:
         return frozenset(range(len(self._units)))
 
     def culprits(self, outputs: Sequence[str], least: float) -> list[Culprit]:
-        """Return the culprit of each inaccurate output; outputs with the same culprit are grouped."""
+        """Return the culprit of each output with less than ``least`` dB, grouped by culprit."""
         by_sites: dict[tuple[SiteId, ...], Culprit] = {}
         for name in outputs:
             culprit = self._culprit(name, least)

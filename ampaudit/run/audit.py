@@ -30,7 +30,7 @@ from ampaudit.run.share import ALONE, Failure, PartRecords, Share
 from ampaudit.source.interface import Batch
 from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, check_next_inputs
 from ampaudit.trace import Role, Site
-from ampaudit.trace.caster import TWIN
+from ampaudit.trace.caster import FIXED_REASONS
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
 from ampaudit.trace.flow import Flow
@@ -40,7 +40,6 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in
 
 OpOutcome = tuple[str, bool, SourceLine | None]  # op, whether its result is finite, its line if it is not
 _SEED_OFFSET = 2_000_003  # so that next inputs draw other random numbers than the model
-_FIXED = ("author", TWIN)  # decisions that no policy makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +249,7 @@ def promoted_sites(
         site.id
         for site in sites
         if site.dtype in LOW_PRECISION_DTYPES
-        and site.decision.reason not in _FIXED
+        and site.decision.reason not in FIXED_REASONS
         and site.facts
         and site.id in measurements
         and rules.promotes(replace(site.facts, measurement=measurements[site.id]))
@@ -274,7 +273,7 @@ class _Side:
 
 
 class _Loop:
-    """The FP32 run, the 16-bit run with repairs and, once it differs, the one without, step by step.
+    """Advances the FP32 run, the 16-bit run with repairs and, once it differs, the one without them.
 
     The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
     FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so

@@ -34,7 +34,7 @@ CONTRACTS = {
     "lower-accumulate": "sums and products add up in the 16-bit format",
     "saturate": "overflow gives the largest finite number, as Ascend may",
     "flush-to-zero": "subnormal results are zero",
-    "decomposed": "norms and softmax are taken apart into 16-bit ops, as in many exports",
+    "decomposed": "norms and softmax are decomposed into 16-bit ops, as in many exports",
 }
 TERMS = 16  # terms that one matrix instruction adds up before it rounds
 STEPS = 1024  # longer sums are split into longer pieces, to bound the time
@@ -149,9 +149,9 @@ class Emulated(Backend):
         """Call the op in float32 and round its 16-bit outputs; mutated arguments are rounded in place."""
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
-        if step.gives_way:
+        if step.converted_operands:
             # round what type promotion converts to 16 bits
-            low, dtype = step.gives_way, step.computing
+            low, dtype = step.converted_operands, step.computing
             args = tuple(rounded(_float(v), dtype) if at in low else v for at, v in enumerate(args))
             kwargs = {name: rounded(_float(v), dtype) if name in low else v for name, v in kwargs.items()}
         result = step.target(*args, **kwargs)
@@ -360,7 +360,7 @@ class ContractBackend(Emulated):
         return self._limit(super().represent(tensor, dtype), dtype)
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the op under the contract; without block measurements, as the range is limited afterwards."""
+        """Call the op under the contract, and limit the range of its result."""
         stepwise = self._in_rounding_steps(step, args, kwargs)
         result = stepwise if stepwise is not None else super().call(step, args, kwargs)
         if not step.low_precision or not step.makes_values:

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from ampaudit.core.sites import SiteId
 from ampaudit.trace.graph import Site
 
 
@@ -25,11 +24,6 @@ class ModelDifference:
     what: str  # description of the difference
     # outputs that are wrong because of it; empty if it has no effect on this input
     outputs: tuple[str, ...] = ()
-
-    @property
-    def place(self) -> SiteId:
-        """The site's id."""
-        return self.site.id
 
 
 @dataclass(frozen=True, slots=True)

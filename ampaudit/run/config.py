@@ -24,7 +24,7 @@ from ampaudit.trace.path.recorder import PathTracing
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 NextInputs = Callable[[Any, Any], Any]
-# runs a reference model on the batch of a number, and compares it with the audited model and its inputs
+# runs a reference model on the inputs of a numbered batch, and compares it with the audited model
 Against = Callable[[LockStep, list[torch.Tensor], int], ModelComparison]
 
 
@@ -111,7 +111,7 @@ class RunConfig:
     def trace_config(
         self, rules: RuleSet, author_rules: RuleSet, number: int, path: PathTracing
     ) -> TraceConfig:
-        """Return how to trace the model for the call of a number under some rules."""
+        """Return the configuration that traces the model under these rules, for the call with this number."""
         return TraceConfig(
             rules,
             author_rules,

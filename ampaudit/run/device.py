@@ -147,7 +147,7 @@ def _noted_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def tf32(*, allowed: bool) -> Iterator[None]:
-    """Switch TF32 on or off for products and convolutions; off, float32 is exact."""
+    """Switch TF32 on or off for products and convolutions; without it, they compute in full float32."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
     torch.backends.cuda.matmul.allow_tf32 = allowed
     # cudnn.flags also works if the global flags are locked

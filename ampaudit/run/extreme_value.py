@@ -17,7 +17,7 @@ MIN_SIZES = 3  # two parameters always fit two points
 _MIN_GROWTH = 0.1  # bits over all sizes; less is not growth
 _MIN_R_SQUARED = 0.95
 _ALIKE = 0.02  # bits; fits whose residuals differ by less count as equally good
-_ROUGH = 0.1  # bits; of a fit that is off by more, growth may have started late
+_ROUGH = 0.1  # bits; if the best fit is off by more, growth may start at a later size
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)  # Student's t, two-sided, from 1 degree on
 _FARTHEST = 64  # times the largest size; a fit of a few sizes does not extrapolate further
 

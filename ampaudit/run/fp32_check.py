@@ -55,7 +55,7 @@ class Fp32Check:
     def outputs(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
     ) -> dict[str, torch.Tensor] | None:
-        """Return the FP32 model's outputs by name, without those that 16 bits lack.
+        """Return the FP32 model's outputs by name, without those that cannot be compared.
 
         ``model`` is in the state before this batch, ``pairs`` are the outputs of the lock-step run.
 

@@ -42,7 +42,7 @@ from ampaudit.trace.values import (
     LOW_PRECISION_DTYPES,
     computing_dtype,
     converted_numbers,
-    gives_way,
+    is_converted,
     promoted,
     tensors_in,
 )
@@ -160,7 +160,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     wide: dict[int, torch.Tensor] = {}
 
     def widen(value: Any) -> Any:
-        if computing is not None and gives_way(value, computing):
+        if computing is not None and is_converted(value, computing):
             value = value.to(computing)
         if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION_DTYPES:
             return wide.setdefault(id(value), value.float())

@@ -97,9 +97,9 @@ def measure_cpu(
 ) -> list[float]:
     """Return the fields as Python numbers, for CPU tensors.
 
-    Every element is searched for its peak, inf and NaN. Reading all of the reference costs as much as the
-    rest, so errors may be summed over every few blocks only. Vectors of up to 262,144 elements are a single
-    block, and so exact.
+    Peaks and counts of inf and NaN cover every element. Reading all of the reference costs as much as the
+    rest, so errors may be summed over only some of the blocks. The errors of a vector of up to 262,144
+    elements, a single block, are complete.
 
     Args:
         reference: A float vector.

@@ -50,7 +50,7 @@ _ROWS = 8
 Index = tuple[slice, ...]
 # Maps argument values and output to an index for each argument to cut, and one for the output.
 Cut = Callable[[tuple[Any, ...], torch.Tensor], tuple[dict[int, Index], Index] | None]
-# what a meter has measured, by attribute
+# attributes of a meter that hold measurements
 _MEASURED = (
     *("samples", "path", "gaps", "_updated", "_rows"),
     *("_local_rows", "_inside_rows", "_choices", "_chosen"),
@@ -75,7 +75,7 @@ class MeasuredValue:
 class Meter(Observer):
     """Measures pairs of values. On a GPU, measurements stay on the device until ``results``."""
 
-    deferred = False  # whether they stay on their device even if it is the CPU
+    deferred = False  # whether measurements are deferred to ``results`` even on a CPU
 
     def __init__(self, number_format: NumberFormat, backend: Backend, local: bool) -> None:
         self.samples = Samples(number_format.min_normal)
@@ -89,7 +89,7 @@ class Meter(Observer):
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
         self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
-        self._chosen: list[tuple[str, torch.Tensor]] = []  # of stacks of matrices, by name
+        self._chosen: list[tuple[str, torch.Tensor]] = []  # choices in stacks of matrices, by name
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure a step's outputs."""
@@ -438,7 +438,7 @@ class PathValues:
         return dict(zip(numbers, zip(fp32, low, strict=True), strict=True))
 
 
-# the classes of what a meter has measured
+# the classes that occur in the state of a meter
 MEASUREMENTS = (Samples, SampleStatistics, PathValues, Gap, GapKind)
 
 

@@ -108,7 +108,7 @@ class OutputComparison:
     """One output of one batch compared with FP32."""
 
     # kind of its elements; booleans count as integers, a complex number as two floats, and integers of 8 and
-    # 16 bits as floats: they are numbers, as in images and sound, and no choices
+    # 16 bits as floats, since in images and sound they are quantities and not choices
     kind: OutputKind
     batch: int = 0  # number of the batch
     elements: int = 0  # number of elements compared

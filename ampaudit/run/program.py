@@ -37,7 +37,7 @@ from ampaudit.trace.values import (
     computing_dtype,
     converted_numbers,
     fake_arguments,
-    gives_way,
+    is_converted,
     node_dtype,
     widened,
 )
@@ -80,7 +80,8 @@ class Step:
     float32_arguments: CallArguments
     emulated_arguments: CallArguments  # the same with the numbers that a kernel for 16-bit tensors reads
     computing: torch.dtype | None  # the 16-bit dtype to which operands are converted, if any
-    gives_way: frozenset[int | str]  # positions and names of the tensors that are converted to ``computing``
+    # positions and names of the tensors that are converted to ``computing``
+    converted_operands: frozenset[int | str]
     # dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors
     dtypes: tuple[torch.dtype | None, ...]
     mutates: tuple[int, ...]  # positions of the arguments that it writes to
@@ -207,7 +208,7 @@ class Program:
         return (*inputs, *self.writers.get(value, ()))
 
     def free_of(self, data: Set[fx.Node]) -> set[NodeOrMemory]:
-        """Return the values that no parameter reaches, and none of some inputs either."""
+        """Return the values that depend on none of these inputs and on no parameter."""
         free: set[NodeOrMemory] = set()
         memory_after = self.memory_after()
         varying = data | self.parameters
@@ -295,8 +296,8 @@ def _writers(
 ) -> dict[NodeOrMemory, tuple[NodeOrMemory, ...]]:
     """Return the sources of each state of written memory, and the states that nodes depend on.
 
-    ``roots`` stand for the memory of each node that may be written to. A node that reads what all writes to
-    its memory have returned, one from the other, depends on these already.
+    ``roots`` stand for the memory of each node that may be written to. A node that reads the result of the
+    last write, which reads that of the write before, depends on all of them already.
     """
     passed: dict[fx.Node, int] = {}  # the writes that a value has gone through
     states: dict[fx.Node, MemoryVersion] = {}  # the last of each root
@@ -377,7 +378,7 @@ def _compile_step(
         float32_arguments=wide,
         emulated_arguments=emulated,
         computing=computing,
-        gives_way=converted,
+        converted_operands=converted,
         dtypes=dtypes,
         mutates=mutates,
         updates=_updates(node, overload, mutates) if overload else (),
@@ -426,7 +427,7 @@ def _low_operands(
     if op is None or computing is None:
         return None, frozenset(), wide
     operands: list[tuple[int | str, Any]] = [*enumerate(fake[0]), *fake[1].items()]
-    tensors = frozenset(key for key, value in operands if gives_way(value, computing))
+    tensors = frozenset(key for key, value in operands if is_converted(value, computing))
     low = converted_numbers(op, *wide, computing)
     return computing if tensors or low != wide else None, tensors, low
 

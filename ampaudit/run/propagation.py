@@ -38,8 +38,8 @@ class FaultPropagation:
     A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that is, or
     includes, a mask (independent of parameters, at the bottom of the format's range), if every path from
     there ends in finite values: a softmax turned them into zeros. ``by_design`` are sites near the limit
-    because of a constant or a mask, whether or not anything is wrong there. An input of floating-point
-    numbers counts as a mask for that if it holds 0 and 1, or 0 and less, down to the bottom of the range.
+    because of a constant or a mask, whether or not anything is wrong there. There, a floating-point
+    input counts as a mask if it holds 0 and 1 only, or numbers from the bottom of the range up to 0.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class FaultPropagation:
         # wrong results, and wrong arguments that were written
         self._at = {step.site.id: step.node for step in program.steps if step.site is not None}
         self._parts = {(self._at[site], position) for site, position in bad}
-        self._takers = self._mask_takers(program.free_of(set()))
+        self._carriers = self._mask_carriers(program.free_of(set()))
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
         self._masked = self._values_from_masks()
         large = {s.site.id for s in program.steps if s.site and self._peaks.get(s.site.id, 0.0) >= limit / 4}
         data = {node for node in program.data if not self._holds_mask(node)} if large else set()
-        takers = self._mask_takers(program.free_of(data)) if large else set()
+        carriers = self._mask_carriers(program.free_of(data)) if large else set()
         self.by_design = {
-            s.site.id for s in program.steps if s.site and s.site.id in large and s.node in takers
+            s.site.id for s in program.steps if s.site and s.site.id in large and s.node in carriers
         }
 
     def _downstream(
         self, starts: Set[NodeOrMemory], through: Set[NodeOrMemory] | None = None
     ) -> set[NodeOrMemory]:
-        """Return some values and all that depend on them, if ``through`` is set only by way of these."""
+        """Return values and all that depend on them; with ``through``, only along paths of those values."""
         reached, frontier = set(starts), list(starts)
         while frontier:
             users = set(self._users.get(frontier.pop(), ())) - reached
@@ -102,7 +102,7 @@ class FaultPropagation:
         return reached
 
     def _reach_output(self, values: Container[NodeOrMemory]) -> bool:
-        """Return whether the outputs depend on any of some values directly."""
+        """Return whether the outputs depend directly on any of these values."""
         output = self._program.traced.graph.output_node()
         return any(source in values for source in self._program.sources(output))
 
@@ -116,8 +116,8 @@ class FaultPropagation:
 
         Each has the sites that it poisons, and whether an output shows it.
         """
-        # with intact inputs, these break, but not once the origins are repaired: there, a hidden fault
-        # resurfaces, such as in the logarithm of x / inf, which is -inf
+        # these break with intact inputs, but not once the origins are repaired: a hidden fault resurfaces,
+        # such as in the logarithm of x / inf, which is -inf
         again = {
             step.node
             for step in self._wrong_steps()
@@ -204,7 +204,7 @@ class FaultPropagation:
         return row is None or (row.fields["pos_inf"] == 0 and row.fields["nan"] == 0)
 
     def _is_mask(self, step: Step) -> bool:
-        if step.node not in self._takers:
+        if step.node not in self._carriers:
             return False
         reached = self._downstream({step.node}, self._wrong)
         nodes = (value for value in reached if isinstance(value, fx.Node))
@@ -220,13 +220,13 @@ class FaultPropagation:
             return least <= -self._limit / 4
         return (least, most) == (0.0, 1.0) and bool((tensor == tensor * tensor).all())
 
-    def _mask_takers(self, free: Set[NodeOrMemory]) -> set[fx.Node]:
-        """Return nodes that are a mask, one of ``free``, or fill in, add, select or cast one."""
-        takers: set[fx.Node] = set()
+    def _mask_carriers(self, free: Set[NodeOrMemory]) -> set[fx.Node]:
+        """Return nodes that carry a mask: those of ``free``, and those that fill in, add or view one."""
+        carriers: set[fx.Node] = set()
         for step in self._program.steps:
             if not step.makes_values:
-                if any(source in takers for source in step.node.all_input_nodes):
-                    takers.add(step.node)
+                if any(source in carriers for source in step.node.all_input_nodes):
+                    carriers.add(step.node)
                 continue
             name = str(step.target).removeprefix("aten.").split(".")[0].rstrip("_")
             sources = step.node.all_input_nodes
@@ -234,11 +234,11 @@ class FaultPropagation:
                 name in _MASKING
                 and (
                     (name in _FILLING and self._fills_low(step))
-                    or any((n in free or n in takers) and self._is_low(n) for n in sources)
+                    or any((n in free or n in carriers) and self._is_low(n) for n in sources)
                 )
             ):
-                takers.add(step.node)
-        return takers
+                carriers.add(step.node)
+        return carriers
 
     def _fills_low(self, step: Step) -> bool:
         """Return whether a step fills in a number in the outer half of the format's range."""
@@ -377,7 +377,7 @@ class RepairingMeter(Observer):
         self._repaired_memory.update(memory.root for memory in self._memory_after.get(node, ()))
 
     def _was_written(self, step: Step) -> bool:
-        """Return whether the step reads memory that was repaired by another name: which part is not known."""
+        """Return whether the step reads memory that was repaired through another node; where is unknown."""
         memory = self._program.writers.get(step.node, ())
         return any(isinstance(m, MemoryVersion) and m.root in self._repaired_memory for m in memory)
 

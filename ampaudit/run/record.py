@@ -155,12 +155,12 @@ class PathRecord:
         first, last = runs[0], runs[-1] if len(runs) > 1 else None
         values = first.of(read)
         texts = [_as_text(read, value) for value in values]
-        for decided in read.decided:  # the deciding line may differ from the reading line
-            about = (read.name, ReadKind.CHOICE, read.layer, decided.source, decided.caller)
+        for decision in read.decisions:  # the deciding line may differ from the reading line
+            about = (read.name, ReadKind.CHOICE, read.layer, decision.source, decision.caller)
             stats = self.stats(ReadStats(*about, producer=producer))
-            healthy = None if last is None else decided.differs(last.plain)
-            stats.add(batch, decided.differs(first.plain), *texts, repaired=healthy)
-        if read.kind is ReadKind.NUMBER and read.decided:
+            healthy = None if last is None else decision.differs(last.plain)
+            stats.add(batch, decision.differs(first.plain), *texts, repaired=healthy)
+        if read.kind is ReadKind.NUMBER and read.decisions:
             return
         about = (read.name, read.kind, read.layer, read.source, read.caller)
         stats = self.stats(ReadStats(*about, producer=producer))

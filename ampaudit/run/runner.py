@@ -36,7 +36,7 @@ from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import converts
-from ampaudit.trace.path.recorder import GivenValues, PathTracing, with_known_casts
+from ampaudit.trace.path.recorder import PathInputs, PathTracing, with_known_casts
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 
 
@@ -72,7 +72,7 @@ class Runner:
         return executor
 
     def pass_on(self, batch: Batch, number: int, executor: LockStep) -> None:
-        """Record that a batch, which is traced, ends on another machine."""
+        """Record that a traced batch ends on another machine."""
         self._elsewhere[number] = executor, batch
         for recorder in self.recorders:
             recorder.skip(executor)
@@ -201,7 +201,7 @@ class Runner:
         Edited code, in 16 bits and in FP32, is compared with the user's unedited model.
         """
         against: Mapping[str, Pair] = pairs
-        if fp32 is not None:  # which lacks outputs that it does not return
+        if fp32 is not None:  # without the outputs that only the 16-bit run returns
             against = {name: (fp32.get(name), value) for name, (_, value) in pairs.items()}
             if self.config.edits:
                 edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
@@ -490,7 +490,7 @@ class ExecutorCache:
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
         sites = tuple(self.sites.values())
-        values = GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()})
+        values = PathInputs(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()})
         settings = config.trace_config(rules, author_rules, number, self._path)
         settings = replace(settings, measured=config.measured, known=sites, values=values)
         traced = trace(self.model, batch.args, batch.kwargs, settings)

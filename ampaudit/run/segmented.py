@@ -256,7 +256,7 @@ class _SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """One run of one batch under one policy, which is given by its index."""
+    """One run of one batch under the policy with an index."""
 
     policy: int
     ready: BatchRun
@@ -375,7 +375,7 @@ class Passage:
 
 def moved_to(state: GraphState, device: torch.device) -> None:
     """Move values to a device, preserving strides and shared memory."""
-    values, buffers = _joined(*_taken_apart(state), device)
+    values, buffers = _from_views(*_to_views(state), device)
     state.values.update(values)
     state.buffers.update(buffers)
 
@@ -417,8 +417,8 @@ class _View(NamedTuple):
         return torch.ops.aten._neg_view(tensor) if self.is_neg else tensor
 
 
-def _taken_apart(state: GraphState) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return both tables of a state with views in place of tensors, and the bytes that these view."""
+def _to_views(state: GraphState) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return both tables of a state with views in place of tensors, and the bytes of their storages."""
     storages: dict[int, tuple[int, torch.Tensor]] = {}
     views: dict[int, _View] = {}  # one tensor in two places stays one
 
@@ -433,8 +433,8 @@ def _taken_apart(state: GraphState) -> tuple[list[Any], list[torch.Tensor]]:
     return tables, [content for _, content in storages.values()]
 
 
-def _joined(tables: list[Any], contents: list[torch.Tensor], device: torch.device) -> Any:
-    """Return tables that were taken apart, on a device.
+def _from_views(tables: list[Any], contents: list[torch.Tensor], device: torch.device) -> Any:
+    """Return tables with tensors on a device in place of views.
 
     Raises:
         ValueError: A view exceeds its storage.
@@ -456,7 +456,7 @@ def _joined(tables: list[Any], contents: list[torch.Tensor], device: torch.devic
 
 def pack_state(state: GraphState, more: State) -> bytes:
     """Return a state, with plain data and measurements, as bytes; shared memory is preserved."""
-    tables, contents = _taken_apart(state)
+    tables, contents = _to_views(state)
     named = [{node.name: pair for node, pair in table.items()} for table in tables]
     file = io.BytesIO()
     torch.save({"storages": contents, "tables": named, "group": state.group, "more": more}, file)
@@ -475,7 +475,7 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
             contents = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         values, buffers = (
             {nodes[key]: tuple(pair) for key, pair in table.items()}
-            for table in _joined(contents["tables"], contents["storages"], device)
+            for table in _from_views(contents["tables"], contents["storages"], device)
         )
         group, more = contents["group"], contents["more"]
         if not (isinstance(group, int) and 0 <= group <= len(program.groups) and isinstance(more, dict)):

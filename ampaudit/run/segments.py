@@ -76,8 +76,8 @@ def cut_program(program: Program, limit: int | None, runs: int = 1) -> tuple[Seg
 def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], limit: int) -> list[int]:
     """Return the ends of segments within a limit with the smallest sum of boundaries.
 
-    Dynamic programming over the ends; the starts that fit one end are a window that only moves on, and its
-    cheapest start is the first of a monotonic queue: linear in the number of groups.
+    Uses dynamic programming over the ends. The starts that fit an end form a sliding window, and the cheapest
+    of them is the head of a monotonic queue, so the time is linear in the number of groups.
     """
     least = max((_bytes_of(group.weights, sizes) + group.peak for group in groups), default=0)
     if least > limit:

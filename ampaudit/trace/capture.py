@@ -1,7 +1,7 @@
 """Exports a model while a caster casts its ops.
 
-Code that never reads a dtype computes the same ops in every precision. A function mode sees reads of
-tensors; torch's functions about autocast are replaced while a model is traced.
+Code that never reads a dtype computes the same ops in every precision. ``PrecisionReads`` collects the lines
+that do: a function mode sees reads of tensors, and torch's functions about autocast are replaced.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, names_of_te
 from ampaudit.trace.failure import lines_of, output_captured, trace_failure
 from ampaudit.trace.fake_model import (
     constant_masters,
+    conversion_method,
     fake_like,
     is_cast,
     make_fake_model,
     named_tensors,
-    own_conversion,
     storage_notes,
     storage_of,
 )
@@ -64,7 +64,7 @@ from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import caches_cleared_of_fakes, seeded
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
-from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
+from ampaudit.trace.path.recorder import PathInputs, PathNumbering, PathRecorder, PathTracing
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.values import (
@@ -235,14 +235,14 @@ class TraceConfig:
     # whether to trace custom backwards of a model that returns its loss, or to report each as failed;
     # ``None`` if no gradients are requested
     follow_backward: bool | None = None
-    # of the random numbers that the model's code draws; ``None`` to continue the generators
+    # seed of the random numbers that the model's code draws; ``None`` to continue the generators
     seed: int | None = None
     dynamic: Dimensions | None = None  # axes of each input tensor that may vary; ``None`` to fix all shapes
     # whether to trace along the path that the inputs take; their values matter then
     path: PathTracing = PathTracing.OFF
     known: Sequence[Site] = ()  # sites of the paths that other inputs take
     # FP32 values that decide the path; ``None`` for the inputs and the model as they are
-    values: GivenValues | None = None
+    values: PathInputs | None = None
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -265,10 +265,10 @@ def capture(
     file, low_dtype = config.rules.file, config.low_dtype
     path = PathRecorder() if config.path is PathTracing.ON else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    values = config.values or GivenValues(tensor_leaves(args, kwargs), {})
+    values = config.values or PathInputs(tensor_leaves(args, kwargs), {})
     reads = PrecisionReads()
     with quiet():
-        convert = own_conversion(file.weights, low_dtype)
+        convert = conversion_method(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         storage = storage_of(model, file.weights, low_dtype)
         fake_model, hooks = make_fake_model(
@@ -278,7 +278,7 @@ def capture(
             fake_model,
             args,
             kwargs,
-            _placed(file.weights.outputs, low_dtype),
+            _dtype_of_placement(file.weights.outputs, low_dtype),
             reads.watching,
             None
             if tracer is None
@@ -288,7 +288,7 @@ def capture(
     entry.train(model.training)
     for fake_module, module in zip(fake_model.modules(), model.modules(), strict=True):
         fake_module.training = module.training
-    input_dtype = _placed(file.weights.inputs, low_dtype)
+    input_dtype = _dtype_of_placement(file.weights.inputs, low_dtype)
     inputs = tuple(
         fake_like(
             t, mode, input_dtype if input_dtype is not None and is_cast(t.dtype, file.weights) else t.dtype
@@ -386,7 +386,7 @@ def _unseen_hooks(model: nn.Module) -> Iterator[str]:
         yield AFTER_ACCUMULATION
 
 
-def _placed(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
+def _dtype_of_placement(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
     return {"lower": low_dtype, "float32": torch.float32}.get(placement)
 
 

@@ -71,7 +71,8 @@ NO_KERNEL = Decision(
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
 )
-TWIN = "twin"  # why a policy does not decide
+TWIN = "twin"  # reason of a decision inside a twin
+FIXED_REASONS = ("author", TWIN)  # reasons of decisions that no policy makes
 MIXED_DTYPES = "mixed-dtypes"
 TOO_LARGE = "number-too-large"
 INSIDE_TWIN = Decision(

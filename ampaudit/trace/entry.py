@@ -147,7 +147,7 @@ def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> lis
 
 
 def placed(output: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of an output except float64 to the dtype that a policy returns."""
+    """Cast the floating-point tensors of an output except float64 to a dtype, if any."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in CASTABLE_DTYPES or tensor.dtype == dtype:
@@ -272,7 +272,7 @@ class _Place:
 
 
 class _Template:
-    """An object without regard to the tensors in it: two are equal if all else in them is."""
+    """An object apart from its tensors: two are equal if everything else in them is equal."""
 
     def __init__(self, value: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:
         self.names = names
@@ -327,7 +327,7 @@ def with_objects_open(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Make the objects again from their leaves."""
+    """Rebuild opened objects from their leaves."""
 
     def restore(leaf: Any) -> Any:
         return leaf.template.filled(leaf.tensors) if isinstance(leaf, Opened) else leaf

@@ -131,7 +131,7 @@ def without_cache(copy: nn.Module) -> None:
             config.use_cache = False
 
 
-def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
+def conversion_method(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
     """Return the model's own conversion method, if the policy calls one."""
     if weights.storage != "lower" or weights.casts not in ("half", "to"):
         return None
@@ -188,7 +188,7 @@ def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dty
         and (not rule.model or any(matches_class(rule.model, names) for names in classes))
     ]
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
+    tensors, convert = named_tensors(model), conversion_method(weights, low_dtype)
     if convert is None:
         cast = {name: low_dtype for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
     else:

@@ -1,4 +1,4 @@
-"""Makes one flat graph of an exported program, without the marks of regions and without dead ops.
+"""Makes one flat graph of an exported program, without regions and dead ops; defines the graph's marks.
 
 A mark is an op without a result, which every pass of ``torch.export`` keeps. Its ``number`` identifies the
 function call, the hook or the read that it belongs to.
@@ -30,7 +30,7 @@ def _mark(schema: str, kernel: Callable[..., Any] = lambda *_: None) -> OpOverlo
     op: OpOverload = getattr(torch.ops.ampaudit, name).default
     _MARKS.add(op)
     if not op._schema.returns:
-        fx.node.has_side_effect(op)  # what nothing uses is dropped otherwise
+        fx.node.has_side_effect(op)  # or it would be dropped as unused
     return op
 
 

@@ -80,14 +80,14 @@ class Flow:
             node = node.all_input_nodes[0]
         return None
 
-    def maker(self, node: Any) -> Site | None:
+    def producer(self, node: Any) -> Site | None:
         """Return the site that computed a value; ``None`` for inputs, weights and Python numbers."""
         root = self.root(node)
         return self._sites.get(root) if root is not None else None
 
-    def made_by(self, node: Any, *ops: str) -> Site | None:
-        """Return the maker, if its op is one of these."""
-        site = self.maker(node)
+    def produced_by(self, node: Any, *ops: str) -> Site | None:
+        """Return the producer, if its op is one of these."""
+        site = self.producer(node)
         return site if self.base(site) in ops else None
 
     def placeholder(self, node: Any) -> Placeholder | None:
@@ -100,10 +100,10 @@ class Flow:
         placeholder = self.placeholder(node)
         return placeholder is not None and placeholder.slot is not Slot.INPUT
 
-    def makers(self, site: Site) -> list[Site]:
+    def producers(self, site: Site) -> list[Site]:
         """Return the sites whose values a site reads."""
-        sites = (self.maker(node) for node in self.node(site).all_input_nodes)
-        return [maker for maker in sites if maker is not None]
+        sites = (self.producer(node) for node in self.node(site).all_input_nodes)
+        return [producer for producer in sites if producer is not None]
 
     def readers(self, site: Site) -> list[Site]:
         """Return the sites that read a site's value."""
@@ -128,7 +128,7 @@ class Flow:
 
     def upstream(self, site: Site, steps: int) -> Iterator[Site]:
         """Yield the sites whose values lead to a site in a number of steps, each once, the nearest first."""
-        return self._nearest(site, steps, self.makers)
+        return self._nearest(site, steps, self.producers)
 
     def leads_to(self, site: Site, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest reader with one of these ops, within a number of steps."""
@@ -137,9 +137,9 @@ class Flow:
 
     def comes_from(self, node: Any, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest producer with one of these ops, within a number of steps."""
-        maker = self.maker(node)
-        makers = () if maker is None else chain((maker,), self.upstream(maker, within - 1))
-        return next((each for each in makers if self.base(each) in ops), None)
+        producer = self.producer(node)
+        producers = () if producer is None else chain((producer,), self.upstream(producer, within - 1))
+        return next((each for each in producers if self.base(each) in ops), None)
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
         """Return whether a value flows from a site into one of the others."""

@@ -154,7 +154,7 @@ class TracedModel:
     custom_backwards: tuple[CustomBackward, ...] = ()  # where gradients were asked for
     backward_notes: tuple[str, ...] = ()  # what the custom backwards leave out
     path: tuple[ValueRead, ...] | None = None  # values that the code read; the graph is valid for these only
-    rounded: frozenset[str] = frozenset()
+    rounded: frozenset[str] = frozenset()  # tensors stored in 16 bits, although the code sees float32
 
     @property
     def site_of_node(self) -> dict[str, Site]:
@@ -220,7 +220,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
 
 
 def results_of(node: fx.Node) -> Any:
-    """Return the (fake) results of a node, which an op that returns nothing writes to its arguments."""
+    """Return the (fake) results of a node: those that its op returns or, if none, those that it writes."""
     if not isinstance(node.target, OpOverload) or node.target._schema.returns:
         return node.meta.get("val")
     values = written_values(node.target, node.args, dict(node.kwargs))

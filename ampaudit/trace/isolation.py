@@ -46,7 +46,8 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 def isolated() -> Iterator[None]:
     """Audit outside the caller's autocast region, without changing the state of its generators.
 
-    One thread at a time: generators, and what is replaced in torch while it traces, belong to the process.
+    One thread audits at a time, since generators, and torch's attributes that a trace replaces, belong to the
+    process.
     """
     with _LOCK:
         regions = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
@@ -101,7 +102,7 @@ def autocast_to_float32() -> Iterator[None]:
 
 @contextmanager
 def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
-    """Take the fake tensors of a trace out of what a model shares with other code, once it has ended.
+    """Remove the fake tensors of a trace afterwards from what the model shares with other code.
 
     Code may keep tensors in global variables, in attributes of classes, in dicts and lists there, and under
     ``functools.lru_cache``, where the next call would find them. Variables are searched in the model's
@@ -125,7 +126,7 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
 
 
 def _tables_in(owners: Iterable[tuple[Any, dict[Any, Any]]]) -> list[tuple[Any, dict[Any, Any]]]:
-    """Return the dicts and lists among the entries of others, with theirs; large ones are data."""
+    """Return the dicts and lists among some entries, with copies of their own; large ones are data."""
     values = {id(value): value for _, entries in owners for value in entries.values()}
     return [(v, _entries(v)) for v in values.values() if type(v) in _TABLES and len(v) <= _LARGEST_CACHE]
 

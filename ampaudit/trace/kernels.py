@@ -1,6 +1,7 @@
 """Tells which dtypes kernels take, by calling them on zeros and reading their errors.
 
-A trace on CPU tensors cannot ask torch for their result: the meta device describes it instead.
+Where CUDA has a kernel that the CPU lacks, such as half-precision Fourier transforms, the meta device
+describes its result.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class _InputReference:
     index: int
 
 
-def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
+def with_input_references(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
     """Replace tensors of a batch that are model inputs by references, so that no input occurs twice."""
     inputs = {id(tensor): _InputReference(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
     return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), item)
@@ -35,7 +35,7 @@ class WithLoss(nn.Module):
     """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
     The loss is ``loss(output)`` or ``loss(output, batch)``, or ``None`` where the output is, or has, one. The
-    batch, from ``item_apart``, is the keyword ``LOSS_BATCH``; the other arguments are the model's.
+    batch, from ``with_input_references``, is the keyword ``LOSS_BATCH``; the other arguments are the model's.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
@@ -102,7 +102,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         loss = function(output, item) if takes_batch(function) else function(output)
         what = "loss(output) returned"
     else:
-        loss = _own_loss(output)
+        loss = _loss_in(output)
         what = "there is no loss(output), and the model returns"
     hint = (
         "return a tensor with one number, such as F.cross_entropy(output, batch['labels']), not its .item()"
@@ -118,7 +118,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
-def _own_loss(output: Any) -> Any:
+def _loss_in(output: Any) -> Any:
     """Return the output itself, or its ``loss``, as in Transformers' models with labels."""
     if isinstance(output, torch.Tensor):
         return output

@@ -81,7 +81,7 @@ class Replayer(fx.Interpreter):
         self, module: torch.nn.Module, graph: fx.Graph | None = None, *, converting: bool = False
     ) -> None:
         super().__init__(module, garbage_collect_values=True, graph=graph)
-        self.extra_traceback = False  # which would put a dump of the graph into errors
+        self.extra_traceback = False  # do not add a dump of the graph to errors
         self._converting = converting
 
     def run_node(self, n: fx.Node) -> Any:

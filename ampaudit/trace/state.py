@@ -67,7 +67,7 @@ class PythonState:
         self._tables_then: list[dict[str, Any]] = []
         self._constants: list[torch.Tensor] = []
         self._arrays: list[tuple[Any, bytes]] = []
-        self._never = False
+        self._always_changed = False
         self._visited: set[int] = set()
         for table in global_hooks:
             self._add(table, dict(table), "torch.nn")
@@ -80,7 +80,7 @@ class PythonState:
 
     def unchanged(self) -> bool:
         """Return whether the model is still in the state of the snapshot."""
-        if self._never or [t.dtype for t in self._table_tensors] != self._dtypes:
+        if self._always_changed or [t.dtype for t in self._table_tensors] != self._dtypes:
             return False
         if [t._version for t in self._constants] != self._versions:
             return False
@@ -137,7 +137,7 @@ class PythonState:
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._visit(item, name)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase):
-            self._never = True  # its position cannot be read
+            self._always_changed = True  # its position cannot be read
         else:
             self._object(value, name)
 

@@ -54,7 +54,7 @@ def trace(
     fp32_trace = capture(model, args, kwargs, replace(config, rules=uncast, author_rules=uncast, planned={}))
     sites = _plan_sites(fp32_trace)
     decisions = plan_graph(rules, sites)
-    own_decisions = {
+    graph_decisions = {
         SiteId(site.facts.site): decision for site, decision in zip(sites, decisions, strict=True)
     }
     replay = Fp32Replay(model, fp32_trace)
@@ -63,7 +63,7 @@ def trace(
     config = replace(
         config,
         author_rules=uncast,
-        planned={**own_decisions, **config.planned},
+        planned={**graph_decisions, **config.planned},
         edits={},
         follow_backward=None,
         path=PathTracing.OFF if fp32_trace.path is None else PathTracing.ON,

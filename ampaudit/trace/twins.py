@@ -35,8 +35,8 @@ from ampaudit.trace.values import (
 )
 
 Writes = Callable[[torch.Tensor], int]
-# A kernel adds up in another order and has its own exponential: 4,096 roundings of float32, which is half of
-# what one rounding to float16 is allowed to do. An audit in 16 bits cannot tell what is nearer.
+# A kernel adds up in another order and has its own exponential: 4,096 roundings of float32, half of the error
+# of one rounding to float16. An audit in 16 bits cannot resolve a smaller difference.
 _TOLERANCE = 2.0**-12
 _MASK = 1e30  # larger numbers stand for infinity, and say nothing about the size of the others
 Function = Callable[..., Any]
@@ -97,7 +97,7 @@ class Twin:
         return TwinFailed(f"{line}{': ' if line else ''}the twin of {self.op} {what}")
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[Any, ...]:
         """The identity of the function, which stays the same if its file is run again."""
         code = getattr(self.function, "__code__", None)
         name = getattr(self.function, "__qualname__", repr(self.function))
@@ -141,7 +141,7 @@ def twin(op: str, function: Function | None = None) -> Any:
     if not callable(function) or isinstance(function, type):
         raise UsageError(f"the twin of {op} is of type {type(function).__name__}", hint=_HOW)
     new, old = Twin(op_name(op_overload), function), _TWINS.get(str(op_overload))
-    if old is not None and old.place != new.place:
+    if old is not None and old.identity != new.identity:
         name = getattr(old.function, "__qualname__", "another function")
         raise UsageError(f"{op} has a twin already: {describe(name)}", hint="register one function per op")
     _TWINS[str(op_overload)] = new

@@ -144,10 +144,10 @@ def computing_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return dtype if dtype in LOW_PRECISION_DTYPES else None
 
 
-def gives_way(value: Any, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor that is converted to the dtype of the floats with dimensions.
+def is_converted(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether type promotion converts an operand to a dtype, that of the floats with dimensions.
 
-    Integers are, and floats without dimensions.
+    It converts tensors of integers, and floats without dimensions.
     """
     if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.bool) or value.is_complex():
         return False

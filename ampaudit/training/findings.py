@@ -24,7 +24,7 @@ MAX_LOST = 0.1  # share of updates
 MAX_SKIPPED = 0.1  # share of steps
 MAX_METRIC_DROP = 0.05  # drop, relative to FP32's metric
 MAX_FLUSHED = 0.5  # share of gradient elements, or of second moments
-# of the gradient of a layer's weight: that of a bias below is a sum that cancels, and rounding is left
+# share of a weight gradient's peak; a bias gradient below it is a sum that cancels to rounding errors
 NOISE = 2.0**-10
 
 

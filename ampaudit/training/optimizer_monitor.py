@@ -30,7 +30,7 @@ from ampaudit.core.text import plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, dtype_name, torch_dtype
-from ampaudit.training.prepare import eps_of, own_part, parameters_of
+from ampaudit.training.prepare import eps_of, local_part, parameters_of
 
 SAMPLE = 1024  # sampled elements of each parameter
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
@@ -64,7 +64,7 @@ class OptimizerMonitor:
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
         self._overflows: torch.Tensor | None = None  # steps with inf or NaN gradients, by rank
-        self._heard: set[int] = set()  # ids of parameters whose gradients have a hook
+        self._hooked: set[int] = set()  # ids of parameters whose gradients have a hook
         self._scale: torch.Tensor | None = None  # scale while the scaler steps
         self._depth = 0  # nested step calls: a subclass's step may call its base's, and both run the hooks
         self._undo: list[Callable[[], None]] = []
@@ -75,8 +75,8 @@ class OptimizerMonitor:
         if not self._undo:
             before = self.optimizer.register_step_pre_hook(self._before)
             after = self.optimizer.register_step_post_hook(self._after)
-            self._undo += [before.remove, after.remove, self._heard.clear]
-            self._hear_gradients()
+            self._undo += [before.remove, after.remove, self._hooked.clear]
+            self._hook_gradients()
             if self._scaler is not None:
                 self._undo.append(_wrap_step(self._scaler, self._scaler_steps))
 
@@ -98,11 +98,11 @@ class OptimizerMonitor:
                 self._names.append(name)
                 self._parameters.append(parameter)
 
-    def _hear_gradients(self) -> None:
+    def _hook_gradients(self) -> None:
         """Hook the gradients of parameters that are new or were unfrozen."""
         for parameter in parameters_of(self.optimizer):
-            if parameter.requires_grad and id(parameter) not in self._heard:
-                self._heard.add(id(parameter))
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
                 handle = parameter.register_post_accumulate_grad_hook(self._add_gradient)
                 self._undo.append(handle.remove)
 
@@ -187,7 +187,7 @@ class OptimizerMonitor:
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
-        self._hear_gradients()
+        self._hook_gradients()
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device."""
@@ -299,9 +299,9 @@ class StepMeter:
         """Copy a sample of the weights that a step begins with."""
         self._gradients.clear()
         self._before = {
-            index: _sample(own_part(parameter)).float().clone()
+            index: _sample(local_part(parameter)).float().clone()
             for index, parameter in enumerate(self._parameters)
-            if own_part(parameter).numel()
+            if local_part(parameter).numel()
         }
 
     @torch.no_grad()
@@ -314,7 +314,7 @@ class StepMeter:
             gradient = self._parameters[index].grad
             if gradient is None:
                 continue
-            gradient = components(gradient.to_dense() if gradient.is_sparse else own_part(gradient))
+            gradient = components(gradient.to_dense() if gradient.is_sparse else local_part(gradient))
             unscaled = gradient if remaining is None else gradient / remaining
             self._gradients[index] = self._gradient(unscaled, scale), _sample(gradient) != 0
 
@@ -336,7 +336,7 @@ class StepMeter:
         dtype = torch_dtype(self._low.form)
         for index, (gradient, active) in self._gradients.items():
             parameter, old = self._parameters[index], self._before[index]
-            update = _sample(own_part(parameter)).float() - old
+            update = _sample(local_part(parameter)).float() - old
             rounded = old.to(dtype)
             intended = active | (update != 0)  # an update that is lost in 16 bits is 0
             unchanged = intended & ((rounded.float() + update).to(dtype) == rounded)
@@ -351,7 +351,7 @@ class StepMeter:
     def _state(self, second: Any, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(second, torch.Tensor):
             return like.new_full((), math.nan)
-        values = _sample(own_part(second)).float()
+        values = _sample(local_part(second)).float()
         positive = values > 0
         return (positive & (values <= self._low.form.flush_below)).sum() / positive.sum().clamp(min=1)
 
@@ -537,7 +537,7 @@ class LossBook:
 
     def _follow(self, loss: _Loss, node: Any, *, new_batch: bool) -> None:
         """Track a loss of the current step until its backward pass."""
-        # it came before the loss, unless it was that of a loss which was recorded before its own
+        # a backward pass since the last loss is this loss's, unless losses are recorded before theirs
         loss.added = self._after_backward and self.backwards > self._backwards_before[1]
         self._after_backward = loss.added
         self._backwards_before[1] = self.backwards
@@ -547,7 +547,7 @@ class LossBook:
             earlier.passed_over = True
         self._pending.append(loss)
         if node is not None:
-            shared = next(_next_to_leaves(node), node)  # by the loss and values that are derived from it
+            shared = next(_next_to_leaves(node), node)  # also by values that are derived from the loss
             shared.register_prehook(lambda _: setattr(loss, "reached", True))
 
     def _step_of(self, node: Any) -> int:
@@ -639,7 +639,7 @@ class LoopFormat:
 
 
 class WrittenState:
-    """The floating-point buffers of a model that were finite when it was first seen.
+    """The floating-point buffers of a model that were finite when watching began.
 
     A step that the loss scaler skips leaves the parameters alone, but not what its forward pass has written.
     """
@@ -648,16 +648,16 @@ class WrittenState:
         named = model.named_buffers()
         buffers = {layer_path(name): b for name, b in named if b.is_floating_point() and b.numel()}
         self._buffers = dict(compress(buffers.items(), _finite(list(buffers.values())).tolist()))
-        self._seen: list[tuple[int, torch.Tensor]] = []
+        self._measurements: list[tuple[int, torch.Tensor]] = []
 
     def measure(self, step: int) -> None:
         """Note which buffers are finite after a step, on their device."""
         if self._buffers:
-            self._seen.append((step, _finite(list(self._buffers.values()))))
+            self._measurements.append((step, _finite(list(self._buffers.values()))))
 
     def broken(self) -> tuple[tuple[str, int | None], ...]:
         """Return the buffers that are inf or NaN now, with the first measured step after which they were."""
-        table = [(step, finite.tolist()) for step, finite in reversed(self._seen)]
+        table = [(step, finite.tolist()) for step, finite in reversed(self._measurements)]
 
         def since(index: int) -> int | None:
             broken = takewhile(lambda entry: not entry[1][index], table)

@@ -158,7 +158,7 @@ class LossScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale and check as torch does, on this process's part of each gradient."""
-        return super()._unscale_grads_(own_parts(optimizer), inv_scale, found_inf, allow_fp16)
+        return super()._unscale_grads_(with_local_gradients(optimizer), inv_scale, found_inf, allow_fp16)
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Combine the overflow verdicts of all processes that hold parts of an optimizer's gradients."""
@@ -480,14 +480,14 @@ def eps_of(optimizer: torch.optim.Optimizer) -> float | None:
     return next((float(group["eps"]) for group in groups_with_eps(optimizer)), None)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's local part of a sharded tensor, detached, sharing its memory."""
     local: Any = tensor.detach()
     part: torch.Tensor = local.to_local() if isinstance(local, DTensor) else local
     return part
 
 
-def own_parts(optimizer: Any) -> Any:
+def with_local_gradients(optimizer: Any) -> Any:
     """Return an optimizer proxy for GradScaler with the local part of each sharded gradient.
 
     Torch cannot check whole and sharded gradients together: it assumes the first one's sharding for all.
@@ -498,8 +498,8 @@ def own_parts(optimizer: Any) -> Any:
 
 def _local_proxy(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
-    proxy = own_part(parameter.grad)
-    proxy.grad = own_part(parameter.grad)
+    proxy = local_part(parameter.grad)
+    proxy.grad = local_part(parameter.grad)
     return proxy
 
 

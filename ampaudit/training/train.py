@@ -37,7 +37,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import LossAndOutput
 from ampaudit.trace.isolation import isolated, structural_copy
-from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss, with_input_references
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at, smoothed_end, training_report
 from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
@@ -66,7 +66,7 @@ def train(
         batches: Training batches; by default those of the model's file.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
-        session: What the call works with; only ``on_progress`` is used.
+        session: Context of the call; only ``on_progress`` is used.
         **options: Fields of ``TrainConfig``, which override those of ``config``.
 
     Returns:
@@ -81,7 +81,7 @@ def train(
     config.check()
     count = min(config.steps, MAX_BATCHES)
     loading = source or SourceConfig(seed=config.seed)
-    opened = as_source(model, None, batches, loading.changed(batches=count, train=True), most=count)
+    opened = as_source(model, None, batches, loading.changed(batches=count, train=True), max_batches=count)
     opened = replace(
         opened,
         loss=config.loss or opened.loss,
@@ -320,7 +320,7 @@ class TrainingStep:
 
     def forward(self, batch: Batch) -> LossAndOutput:
         """Run the forward pass."""
-        item = item_apart(batch.args, batch.kwargs, batch.whole)
+        item = with_input_references(batch.args, batch.kwargs, batch.whole)
         with self.context(), naming_indices(batch):
             result: LossAndOutput = self.model(*batch.args, **batch.kwargs, **{LOSS_BATCH: item})
         return result

@@ -4,8 +4,8 @@ Solves the problem for a budget, runs the solution, corrects the budget by the m
 members that are not needed.
 
 A value in float32 whose reader is in 16 bits costs a cast, and its rounding. Without the budget this is
-submodular, a minimum cut (Kolmogorov and Zabih, 2004), so the linear relaxation is integral but for the few
-budgets, and branch and bound ends after a few nodes. Its dual bound holds for every choice.
+submodular, a minimum cut (Kolmogorov and Zabih, 2004), so the linear relaxation is integral except for the
+few budgets, and branch and bound ends after a few nodes. Its dual bound holds for every choice.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class TuningSearch:
         return max(result.noise / predicted, before / TRUSTED if result.reached else before * SLACK)
 
     def _bisect(self) -> Choice | None:
-        """Return the cheapest point of the frontier that reaches the accuracy, whatever is predicted."""
+        """Return the cheapest point of the frontier that reaches the accuracy, by measurements alone."""
         points = [*(point.choice for point in self.solver.frontier()), frozenset(self.problem.free)]
         if not self.measure(points[-1], "solve", "the most accurate choice").reached:
             return None
@@ -236,7 +236,7 @@ class TuningSearch:
     def _shrink(self, choice: Choice) -> Choice:
         """Remove as many of the least useful members as the accuracy allows, by bisection."""
         order = self._least_useful(choice)
-        low, high = 0, len(order)  # so many can go for certain; so many perhaps
+        low, high = 0, len(order)  # numbers of members that can be removed, and that perhaps can
         while low < high:
             count = min(2 * low or 1, (low + high + 1) // 2)
             fewer = self.problem.reduced(choice, order[:count])
@@ -250,7 +250,7 @@ class TuningSearch:
         return sorted(members, key=lambda name: (self.problem.noise(choice - {name}), name))
 
     def minimize(self, choice: Choice) -> tuple[Choice, dict[str, Accuracy]]:
-        """Drop each op that is not needed, one run each; return the accuracy without each of the others."""
+        """Drop each op that is not needed, in one run per op; also return the accuracy without each other."""
         while True:
             smaller, needed = self._drop_ops(choice, "exhaustive")
             if smaller == choice:

@@ -152,7 +152,7 @@ class Trials:
         session = Session(share=self._share, keep_outputs=outputs.__setitem__)
         audited: Audited | None = None
         with suppress(PartDone):  # the outputs that this machine has are still to be judged
-            (audited,) = audit_policies(self.source, [loaded(text)], scan_config, session)
+            (audited,) = audit_policies(self.source, [rules_from_text(text)], scan_config, session)
         metric = None if config.metric_drop is None else metric_of(self.source, outputs, self._share)
         if audited is None:
             raise PartDone
@@ -214,7 +214,7 @@ def _base(source: ModelSource) -> RuleSet:
 
 
 def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> str:
-    """Return the changes in words and as code, with what must stay in float32 after them."""
+    """Describe the changes, what must stay in float32 after them, and their code."""
     ops = f"{len(after.kept)} of {plural(after.ops, 'op')} in float32"
     accuracy = "" if after.measured_db is None else f", {after.measured_db:.1f} dB"
     outcome = f"then: {ops}{accuracy}; written by: ampaudit convert --rescale --tune DB"
@@ -223,7 +223,7 @@ def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> s
     return f"{summary}\n{outcome}\n\n{code}"
 
 
-def loaded(text: str) -> RuleSet:
+def rules_from_text(text: str) -> RuleSet:
     """Return the rules of a rule file's text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tuned.yaml"
@@ -255,7 +255,7 @@ def run_low_precision(trials: Trials) -> tuple[Audit, TuningProblem, dict[str, s
 
 
 def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[dict[str, str], set[str]]:
-    """Return ops and weights that need float32 for their range, and the values that no cast may take."""
+    """Return why values force ops and weights into float32, by name, and the values that 16 bits lack."""
     record = audit.record
     masks = record.masks | record.by_design
     peaks = {site: stats.ref_peak for site, stats in record.observations.items()}
@@ -269,7 +269,7 @@ def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[di
         single = value.site is not None and math.prod(value.site.shape) == 1
         most = limit if single or name in audit.constants else limit / MARGIN
         peak = peaks.get(SiteId(name), 0.0)
-        # a mask on values that are out of range hides that they are
+        # a mask over values that are out of range would hide them
         masked = name in masks and wide.isdisjoint(graph.reads.get(name, ()))
         if not value.is_weight and not masked and peak > most:
             wide.add(name)
@@ -430,7 +430,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _sized(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of these sizes; dense, of a sparse one."""
+    """Return a dense tensor of the same sizes and dtype, without data."""
     return torch.empty([_known(size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
@@ -452,7 +452,7 @@ def _castable(traced: TracedModel) -> dict[str, int]:
 
 
 def _stored(traced: TracedModel) -> dict[str, int]:
-    """Count the elements of each weight, of tied ones under the first name that the graph reads."""
+    """Count the elements of each weight; tied weights count under the first name that the graph reads."""
     weights = [p for p in traced.placeholders if p.slot is not Slot.INPUT and p.dtype in CASTABLE_DTYPES]
     unread = {node.name: not node.users for node in traced.graph.nodes}
     sizes, counted = dict[str, int](), set[int]()

@@ -60,8 +60,8 @@ from ampaudit.tuning.search import (
 from ampaudit.tuning.trials import (
     Trials,
     follow,
-    loaded,
     rescale_text,
+    rules_from_text,
     run_low_precision,
 )
 
@@ -87,7 +87,7 @@ def tune(
     session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> TuningReport:
-    """Find the fewest ops and weights that must stay in float32 for the accuracy that is asked for.
+    """Find the fewest ops and weights that must stay in float32 for the required accuracy.
 
     Args:
         model: Model in the mode to tune (usually ``eval()``), which is not changed; or its location: a path,
@@ -95,7 +95,7 @@ def tune(
         inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
-        session: What the call works with; ``on_progress`` and ``share`` are used.
+        session: Context of the call; ``on_progress`` and ``share`` are used.
         **options: Fields of ``TuneConfig``, which override those of ``config``.
 
     Returns:
@@ -143,7 +143,7 @@ def tuned_rules(
             f"no choice of ops gives every output {min_sqnr:g} dB{best}",
             hint="ask for less, or see what ampaudit tune says",
         )
-    return loaded(report.policy)
+    return rules_from_text(report.policy)
 
 
 def _refuse(source: ModelSource, config: TuneConfig) -> None:
@@ -219,18 +219,18 @@ class _Tuning:
             else:
                 budget *= min(noise_of(target) / final.accuracy.noise, 0.99)
         if not final.accuracy.reached:
-            final = self._audited_along(final) or final
+            final = self._audit_frontier(final) or final
         return self._with_rescale(self._report(final))
 
-    def _audited_along(self, short: Final) -> Final | None:
-        """Return the cheapest point of the frontier whose audit passes, where that of the result did not."""
+    def _audit_frontier(self, failed: Final) -> Final | None:
+        """Return the cheapest choice on the frontier, above one whose audit failed, whose audit passes."""
         problem = self._search.problem
         points = [point.choice for point in self._search.solver.frontier()]
-        points = [choice for choice in points if problem.cost(choice) > problem.cost(short.choice)]
+        points = [choice for choice in points if problem.cost(choice) > problem.cost(failed.choice)]
         points.append(frozenset(problem.free))
         best: Final | None = None
         low, high = -1, len(points) - 1
-        middle = high  # everything in float32 first: if that falls short, all do
+        middle = high  # everything in float32 first: if that fails, all do
         while middle > low:
             with self._timing("audits"):
                 audited = self._final(points[middle], problem)
@@ -471,10 +471,10 @@ def _accuracy(report: Report) -> float | None:
 
 
 def pytorch_code(trials: Trials, report: TuningReport) -> str:
-    """Return code that casts a model and keeps the layers of what a tuning keeps in float32.
+    """Return code that casts a model to 16 bits, except the layers of the ops that stay in float32.
 
-    Layers are kept as a whole, so more than the choice is in float32. The code is empty if it does not reach
-    the accuracy, or if no layer has the ops.
+    Layers are kept as a whole, so more ops than those of the report are in float32. The code is empty if it
+    does not reach the accuracy, or if no layer has the ops.
     """
     source, form = trials.source, trials.number_format
     if source.kind not in _KINDS or not report.reached:

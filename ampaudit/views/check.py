@@ -134,7 +134,7 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
             site=breach.where,
             cause=escape_control(breach.what),
             advice=f"ampaudit scan {shell_quoted(name)} says more",
-            line=breach.source.evident if breach.source is not None else model,
+            line=breach.source.user_line if breach.source is not None else model,
             suppressed=KNOWN if accepted else None,
         )
 

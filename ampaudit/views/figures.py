@@ -68,7 +68,7 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
             else:
                 wrong["forward"].add(finding.site)
     for site in sites:
-        line = site.source.evident if site.source is not None else None
+        line = site.source.user_line if site.source is not None else None
         yield {
             "site": escape_control(site.site),
             "layer": escape_control(site.layer or TOP),

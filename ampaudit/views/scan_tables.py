@@ -137,7 +137,7 @@ def path_sections(report: Report, count: int) -> Iterator[Section]:
     dtype, lines = report.run.dtype, sorted(report.path.lines, key=lambda read: not read.differing)
     rows = []
     for read in lines[:count]:
-        place = read.source.evident if read.source is not None else None
+        place = read.source.user_line if read.source is not None else None
         where = f"{PurePath(place.file).name}:{place.line}" if place is not None else read.layer or "(top)"
         decides = "the same way" if not read.differing else f"differently, {read.differing} of {read.reads}"
         decides = {"array": "values leave torch", "number": "follows FP32's number"}.get(read.kind, decides)

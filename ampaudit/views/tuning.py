@@ -62,7 +62,7 @@ class TuningView(View[TuningReport]):
         """Return a row per op and weight in float32."""
         report = self.document
         for op in report.kept:
-            place = op.source.evident if op.source is not None else None
+            place = op.source.user_line if op.source is not None else None
             names = ("layer", "op", "why", "text", "without_db", "measured_without_db")
             cells = {name: getattr(op, name) for name in names}
             cells |= {"file": place.file, "line": place.line} if place is not None else {}

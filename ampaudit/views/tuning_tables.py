@@ -140,7 +140,7 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
             *((_measured_without(members),) if measured else ()),
             line_text(worst.source),
             (worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
-            *((worst.source.evident.code.strip() if worst.source is not None else "",) if full else ()),
+            *((worst.source.user_line.code.strip() if worst.source is not None else "",) if full else ()),
         )
         rows.append(cells)
     without = ("without it", *(("measured",) if measured else ()))
@@ -334,7 +334,7 @@ def line_text(source: Source | None) -> str:
     """Format the file and line in the user's project; empty if unknown."""
     if source is None:
         return ""
-    return f"{PurePath(source.evident.file).name}:{source.evident.line}"
+    return f"{PurePath(source.user_line.file).name}:{source.user_line.line}"
 
 
 def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outputs") -> Section:

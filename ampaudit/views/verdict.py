@@ -76,10 +76,10 @@ def _broken(report: Report) -> Iterator[str]:
     if others and report.against is not None:
         yield _differing(len(others), report.against.reference)
     errors = [f for f in errors if f not in flips and f not in others]
-    places = sum(not f.finite for f in errors)
+    places = sum(not f.finite_error for f in errors)
     if places:
         first = report.steps.first_broken if report.steps is not None else None
-        batches = {f.batch for f in errors if not f.finite}
+        batches = {f.batch for f in errors if not f.finite_error}
         batch = batches.pop() if len(batches) == 1 else None
         when = f", first in {escape_control(batch)}" if batch else ""
         when = f", first at step {first.step}" if first is not None else when

@@ -58,7 +58,7 @@ HOPELESS: dict[str, tuple[Function, torch.Tensor]] = {
 def test_what_was_tried_in_vain_is_listed_with_its_result(name: str) -> None:
     report = advised(*HOPELESS[name], policy="torch-cuda")
     first = errors(report)[0]
-    assert first.unhelped
+    assert first.all_trials_failed
     assert {trial.outcome for trial in first.tried} == {"failed"}
     text = text_of(report)
     for trial in first.tried:

@@ -30,7 +30,7 @@ OURS = "manifest.json"
 
 
 def fill(path: Path, text: str, *, force: bool = True) -> None:
-    with staged_directory(path, force=force, ours=OURS) as stage:
+    with staged_directory(path, force=force, marker=OURS) as stage:
         (stage / OURS).write_text(text)
         (stage / "deep").mkdir()
         (stage / "deep" / "file").write_text(text)
@@ -116,9 +116,9 @@ def test_places_that_cannot_be_a_directory(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", ["half.onnx", "half.safetensors", "half.pt"])
 def test_a_directory_is_not_named_like_a_file_of_weights(tmp_path: Path, name: str) -> None:
     with pytest.raises(OutputError, match=r"looks like a file") as raised:
-        check_directory(tmp_path / name, force=True, ours=OURS)
+        check_directory(tmp_path / name, force=True, marker=OURS)
     assert raised.value.hint == "-o takes a directory, such as half"
-    check_directory(tmp_path / "half.v2", force=True, ours=OURS)
+    check_directory(tmp_path / "half.v2", force=True, marker=OURS)
 
 
 def test_a_failure_half_way_leaves_the_old_one(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_failure_half_way_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def write_while_a_rival_does(out: Path) -> None:
-    with staged_directory(out, force=False, ours=OURS) as stage:
+    with staged_directory(out, force=False, marker=OURS) as stage:
         (stage / OURS).write_text("late")
         fill(out, "rival", force=False)
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def fail(out: Path, error: Exception) -> None:
-    with staged_directory(out, force=True, ours=OURS) as stage:
+    with staged_directory(out, force=True, marker=OURS) as stage:
         (stage / OURS).write_text("half")
         raise error
 
@@ -175,7 +175,7 @@ KILLED = """
     import sys, time
     from pathlib import Path
     from ampaudit.core.files import staged_directory, write_text
-    with staged_directory(Path(sys.argv[1]), force=True, ours="manifest.json") as stage:
+    with staged_directory(Path(sys.argv[1]), force=True, marker="manifest.json") as stage:
         (stage / "manifest.json").write_text("half")
         print("ready", flush=True)
         time.sleep(60)

@@ -44,7 +44,7 @@ def test_lines_of_a_model_are_found_in_paths_of_windows() -> None:
     assert caller is not None
     assert (innermost.file, innermost.line) == ("C:/venv/Lib/site-packages/transformers/models/t5.py", 7)
     assert (caller.file, caller.line) == ("C:/work/train.py", 3)
-    assert Source(innermost.file, innermost.line, caller=caller).evident == caller
+    assert Source(innermost.file, innermost.line, caller=caller).user_line == caller
     assert (
         relative_path(r"C:\venv\Lib\site-packages\transformers\models\t5.py") == "transformers/models/t5.py"
     )
@@ -93,13 +93,13 @@ def test_a_staging_directory_is_removed_when_its_writer_has_died(
         place.mkdir()
     release = files.locked(alive)
     assert release is not None
-    with files.staged_directory(tmp_path / "out", force=False, ours="ours.json") as stage:
+    with files.staged_directory(tmp_path / "out", force=False, marker="ours.json") as stage:
         assert files.locked(stage) is None, "another writer cannot take it"
         (stage / "ours.json").write_text("{}")
     assert not dead.exists()
     assert alive.exists()
     release()
-    with files.staged_directory(tmp_path / "out", force=True, ours="ours.json") as stage:
+    with files.staged_directory(tmp_path / "out", force=True, marker="ours.json") as stage:
         (stage / "ours.json").write_text("[]")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert (tmp_path / "out" / "ours.json").read_text() == "[]"

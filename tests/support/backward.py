@@ -17,7 +17,7 @@ from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.source.interface import Batch
-from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss, with_input_references
 
 
 def audit(
@@ -31,7 +31,7 @@ def audit(
     form: NumberFormat = FLOAT16,
 ) -> Audit:
     kwargs = kwargs or {}
-    batch = Batch(args, {**kwargs, LOSS_BATCH: item_apart(args, kwargs, args or kwargs)})
+    batch = Batch(args, {**kwargs, LOSS_BATCH: with_input_references(args, kwargs, args or kwargs)})
     plan = RunConfig(
         load_policy(policy),
         load_policy("torch-cuda"),

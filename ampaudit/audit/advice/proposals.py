@@ -98,7 +98,7 @@ def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
 
 def _takes(flow: Flow, product: Site, step: Site) -> bool:
     """Return whether a product reads a value as its input, and not as its weight or bias."""
-    first, *rest = (flow.maker(node) for node in flow.node(product).all_input_nodes)
+    first, *rest = (flow.producer(node) for node in flow.node(product).all_input_nodes)
     return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
 
 

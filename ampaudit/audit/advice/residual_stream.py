@@ -4,9 +4,9 @@ The degrees of weights are unknowns; those of all other values follow from them 
 starts with the weights that produce one value, and assigns the degrees that other ops then require. The
 result is a proof: with these weights scaled, every op accepts its operands and every output has degree 0.
 
-A value has degree d if it becomes 2^(-k d) times as large when the stream does 2^-k times, bit for bit: ops
-on scaled operands round alike, since a power of two changes no bit of a significand. ``None`` is the degree
-of zeros, which scale with anything. Ops without a rule take values of degree 0 only.
+A value has degree d if scaling the stream by 2^-k scales the value by 2^(-k d), bit for bit: ops on scaled
+operands round alike, since a power of two changes no bit of a significand. ``None`` is the degree of zeros,
+which scale with anything. Ops without a rule take values of degree 0 only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 _EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 _FILLS = having("constant", "reads_shape")
-_REPAIRS = 20_000  # needs met; each gives a weight its degree
+_REPAIRS = 20_000  # each assigns degrees to weights
 _CHANGES = 4  # of the degree of one weight
 _ENDLESS = "the search for the weights that scale the stream was given up"
 _READING = frozenset("pow square mean sum var mul isinf isnan isfinite".split())
@@ -65,8 +65,8 @@ _Key: TypeAlias = tuple[object, ...]
 _Plan: TypeAlias = tuple[dict[_Key, int], bool]
 
 
-class Needed(Exception):
-    """Raised if an operand needs another degree; the reason is reported if it cannot have that degree."""
+class DegreeRequired(Exception):
+    """Raised if an operand needs another degree; the reason is reported if no weights give it that degree."""
 
     def __init__(self, node: fx.Node, degree: int, reason: str) -> None:
         super().__init__(reason)
@@ -114,7 +114,7 @@ class ScaledCall:
             return None if value == 0 and isinstance(value, int | float) else 0
         degree = self.degrees[value]
         if isinstance(degree, tuple):
-            raise Needed(value, 0, f"{self.name} reads the stream before a norm")
+            raise DegreeRequired(value, 0, f"{self.name} reads the stream before a norm")
         return degree
 
     def equal(self, *names: str) -> int | None:
@@ -126,19 +126,19 @@ class ScaledCall:
             if own_degree in (None, degree) or degree is None:
                 continue
             if isinstance(item, fx.Node):
-                raise Needed(
+                raise DegreeRequired(
                     item, degree, f"{self.name} joins the stream with a value that does not scale alike"
                 )
             self.numbers[name] = degree
         return degree if degree is not None or all(d is None for *_, d in operands) else 0
 
-    def only_zero(self, *but: str) -> None:
+    def only_zero(self, *exceptions: str) -> None:
         """Require degree 0 of all operands except the named arguments."""
-        others = [value for name, value in self.arguments.items() if name not in but]
+        others = [value for name, value in self.arguments.items() if name not in exceptions]
         values = pytree.tree_leaves(others) if self.arguments else self.node.all_input_nodes
         for node in values:  # one value may be several arguments
             if isinstance(node, fx.Node) and self.degrees[node]:
-                raise Needed(node, 0, f"{self.name} reads the stream before a norm")
+                raise DegreeRequired(node, 0, f"{self.name} reads the stream before a norm")
 
 
 class Refusal(Exception):
@@ -223,8 +223,8 @@ class _Search:
                 node = nodes[heapq.heappop(waiting)]
                 try:
                     degree = self._degree(node)
-                except Needed as needed:
-                    changed = [node, *self._repair(needed)]
+                except DegreeRequired as required:
+                    changed = [node, *self._repair(required)]
                     continue
                 if degree != self.degrees[node]:
                     self.degrees[node] = degree
@@ -243,8 +243,8 @@ class _Search:
             call = self._call(node)
             try:
                 computed = self._degree(node, call)
-            except Needed as needed:
-                raise Refusal(needed.reason) from None
+            except DegreeRequired as required:
+                raise Refusal(required.reason) from None
             if computed != self.degrees[node]:
                 raise Refusal(_ENDLESS)
             numbers.update(((node, name), degree) for name, degree in call.numbers.items() if degree)
@@ -266,7 +266,7 @@ class _Search:
         if node.op == "output":
             for value in node.all_input_nodes:
                 if self.degrees[value]:
-                    raise Needed(value, 0, "the stream leaves the model as an output")
+                    raise DegreeRequired(value, 0, "the stream leaves the model as an output")
             return 0
         result = degree_of(call or self._call(node))
         return 0 if result is None and node in self.overwritten else result
@@ -282,18 +282,18 @@ class _Search:
                     raise
                 node = node.all_input_nodes[0]
 
-    def _repair(self, needed: Needed) -> list[fx.Node]:
+    def _repair(self, required: DegreeRequired) -> list[fx.Node]:
         """Assign the degrees that an operand needs; return the placeholders that changed."""
         self.plans.clear()
         try:
-            plan, _ = self._plan(needed.node, needed.degree)
+            plan, _ = self._plan(required.node, required.degree)
         except Refusal as refused:
             text = str(refused)
-            if needed.degree == 0:
-                text = needed.reason + (f"; {text}" if text != _READS else "")
-            raise Refusal(text if text != _READS else needed.reason) from None
+            if required.degree == 0:
+                text = required.reason + (f"; {text}" if text != _READS else "")
+            raise Refusal(text if text != _READS else required.reason) from None
         if not any(plan.values()):  # it would undo the scaling of the stream
-            raise Refusal(needed.reason)
+            raise Refusal(required.reason)
         return self._assign(plan)
 
     def _assign(self, plan: Mapping[_Key, int]) -> list[fx.Node]:
@@ -371,8 +371,8 @@ class _Search:
         weights = [self._is_weight(item) for item in factors]
         if any(d and not weight for d, weight in zip(current, weights, strict=True)):
             raise Refusal(_READS)
-        ours = (item for item, weight in zip(factors, weights, strict=True) if weight)
-        exclusive = [item for item in ours if self._is_used_once(item)]
+        stored = (item for item, weight in zip(factors, weights, strict=True) if weight)
+        exclusive = [item for item in stored if self._is_used_once(item)]
         ranked = [*exclusive, *(f for f in reversed(factors) if f not in exclusive)]
         choice: tuple[fx.Node, int] | None = None
         reason = f"{call.name} writes to the stream, and no weight scales its result"
@@ -423,7 +423,7 @@ def degree_of(call: ScaledCall) -> Degree:
     """Return the degree of an op's result.
 
     Raises:
-        Needed: An operand has a degree that the op does not accept.
+        DegreeRequired: An operand has a degree that the op does not accept.
     """
     inputs = [call.degrees[node] for node in call.node.all_input_nodes]
     base = call.base
@@ -447,7 +447,7 @@ def degree_of(call: ScaledCall) -> Degree:
     for position in mutated_arguments(op):
         target = call.arguments.get(argument_names(op)[position])
         if isinstance(target, fx.Node) and call.degrees[target] != degree:
-            raise Needed(target, 0, f"{call.name} writes other values into the stream")
+            raise DegreeRequired(target, 0, f"{call.name} writes other values into the stream")
     return degree
 
 
@@ -456,14 +456,16 @@ def _linear(call: ScaledCall) -> Degree:
     if call.base not in _LIKE:
         call.only_zero(name)
     if call.arguments.get("value") and call.base == "constant_pad_nd":
-        raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} pads the stream with a number")
+        raise DegreeRequired(call.node.all_input_nodes[0], 0, f"{call.name} pads the stream with a number")
     degree = call.of(name)
     result = call.node.meta.get("val")
     floats = not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex()
     if degree and (call.node.target is torch.ops.aten.view.dtype or not floats):
         if isinstance(result, torch.Tensor) and result.dtype is torch.bool:
             return 0  # what is zero stays zero
-        raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} makes integers, or bits, of the stream")
+        raise DegreeRequired(
+            call.node.all_input_nodes[0], 0, f"{call.name} makes integers, or bits, of the stream"
+        )
     return degree
 
 
@@ -483,13 +485,13 @@ def _product(call: ScaledCall) -> Degree:
     if divisor and degree is not None:
         degree -= call.of("other") or 0
         if call.arguments.get("rounding_mode") is not None and degree:
-            raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} rounds the stream")
+            raise DegreeRequired(call.node.all_input_nodes[0], 0, f"{call.name} rounds the stream")
     for _, added in call.operands(*extra):
         bias_degree = call.plain(added)
         if bias_degree not in (None, degree):
             if degree is None or not isinstance(added, fx.Node):
                 return bias_degree
-            raise Needed(added, degree, f"{call.name} adds a bias that does not scale")
+            raise DegreeRequired(added, degree, f"{call.name} adds a bias that does not scale")
     return degree
 
 
@@ -501,16 +503,18 @@ def _norm(call: ScaledCall) -> Degree:
     running = [call.arguments.get(name) for name in statistics]
     if degree and running[0] is not None:
         if call.arguments.get("training") or call.arguments.get("use_input_stats"):
-            raise Needed(call.arguments["input"], 0, f"{call.name} keeps statistics of the stream")
+            raise DegreeRequired(call.arguments["input"], 0, f"{call.name} keeps statistics of the stream")
         for value, needed in zip(running, (degree, 2 * degree), strict=True):
             if isinstance(value, fx.Node) and call.degrees[value] != needed:
-                raise Needed(value, needed, f"{call.name} divides the stream by statistics that do not scale")
+                raise DegreeRequired(
+                    value, needed, f"{call.name} divides the stream by statistics that do not scale"
+                )
     if degree:
         call.numbers["eps"] = 2 * degree
     result = call.of("weight") or 0
     bias = call.arguments.get("bias")
     if isinstance(bias, fx.Node) and call.degrees[bias] not in (None, result):
-        raise Needed(bias, result, f"{call.name} adds a bias that does not scale")
+        raise DegreeRequired(bias, result, f"{call.name} adds a bias that does not scale")
     if call.base == "native_layer_norm":
         return result, degree, -degree
     return (result, -degree) if call.base == "_fused_rms_norm" else result
@@ -525,7 +529,7 @@ def _power(call: ScaledCall) -> Degree:
         return None if isinstance(exponent, int | float) and exponent > 0 else 0
     power = degree * exponent if isinstance(exponent, int | float) and exponent in _EXACT_POWERS else 0.5
     if power != int(power):
-        raise Needed(call.arguments["self"], 0, f"{call.name} takes a power of the stream")
+        raise DegreeRequired(call.arguments["self"], 0, f"{call.name} takes a power of the stream")
     return int(power)
 
 
@@ -563,14 +567,14 @@ def _clamp(call: ScaledCall) -> Degree:
             if bound:
                 call.numbers[name] = degree
         elif call.degrees[bound] not in (None, degree):
-            raise Needed(call.arguments["self"], 0, f"{call.name} limits the stream")
+            raise DegreeRequired(call.arguments["self"], 0, f"{call.name} limits the stream")
     return degree
 
 
 def _nan_to_num(call: ScaledCall) -> Degree:
     """Treat ``nan_to_num`` as the identity, which it is for finite numbers."""
     if any(call.arguments.get(name) not in (None, 0.0) for name in ("nan", "posinf", "neginf")):
-        raise Needed(call.arguments["self"], 0, f"{call.name} replaces some of the stream by numbers")
+        raise DegreeRequired(call.arguments["self"], 0, f"{call.name} replaces some of the stream by numbers")
     call.clamps = True
     return call.of("self")
 

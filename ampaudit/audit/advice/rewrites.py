@@ -10,7 +10,7 @@ maximum, a sort. Any other op computes with the number itself, which is then lef
 - ``(q @ k) * s`` is ``(q * s) @ k`` if each reader of the scores scales them by the same
   number right away (no mask added before), and the model does not return them.
 
-A line of code is one text for all the sites that it makes, so each of them must meet the condition.
+One line of code may make several sites, so each of them must meet the condition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Proof = Callable[[Flow, Site], Edits | None]
 Likeness = Callable[[Flow, Site], bool]
 _FILLS = having("constant", "fills")
 _ORDERING = having("softmax", "extreme", "index_of_extreme", "orders") | {"logsumexp", "exp", "sigmoid"}
-_HANDING_ON = _FILLS | {"add", "maximum", "minimum", "cat", "stack", "clone", "expand", "triu", "tril"}
+_PASSING_ON = _FILLS | {"add", "maximum", "minimum", "cat", "stack", "clone", "expand", "triu", "tril"}
 _BACK = 7  # steps
 Alternatives = tuple[Proposal, ...]
 # the largest has most bits in float16; the smaller ones change the function less
@@ -62,7 +62,7 @@ def rewrites(subject: AdviceContext, finding: Finding) -> Alternatives:
 
 
 def _log_softmax(context: CheckContext, site: Site) -> Alternatives:
-    edits = of_the_line(context, site, log_softmax, reads_from("softmax"))
+    edits = edits_of_line(context, site, log_softmax, reads_from("softmax"))
     if edits is None:
         return ()
     code = "torch.log_softmax(x, dim)"
@@ -71,10 +71,10 @@ def _log_softmax(context: CheckContext, site: Site) -> Alternatives:
 
 
 def _log_sigmoid(context: CheckContext, site: Site) -> Alternatives:
-    edits = of_the_line(context, site, log_sigmoid, reads_from("sigmoid"))
+    edits = edits_of_line(context, site, log_sigmoid, reads_from("sigmoid"))
     if edits is None:
         return ()
-    minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
+    minus = context.flow.produced_by(context.flow.node(site).all_input_nodes[0], "rsub")
     code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
     what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
     source = LineChange("log_sigmoid", site.source) if site.source else None
@@ -87,7 +87,7 @@ def _scale_first(context: CheckContext, site: Site) -> Alternatives:
     if result is None:
         return ()
     factor, (scaling, *others) = result
-    edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
+    edits = edits_of_line(context, site, scaling_edits, scaled_at(scaling))
     if edits is None:
         return ()
     lines = site.source, scaling.source
@@ -102,17 +102,17 @@ def _eps(context: CheckContext, site: Site) -> Alternatives:
     match = lost_eps(context, site)
     if match is None:
         return ()
-    maker, eps = match
+    producer, eps = match
     tries: list[Proposal] = []
     for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
         code = f"{larger:g}"
         edits: Edits = {
             other.id: ReplaceConstant(eps, larger)
-            for other in siblings(context, maker)
+            for other in siblings(context, producer)
             if eps in context.numbers(other)
         }
-        source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
-        change = f"eps = {code} for {format_number(eps)} at {maker.id}"
+        source = LineChange("number", producer.source, old=eps, new=code) if producer.source else None
+        change = f"eps = {code} for {format_number(eps)} at {producer.id}"
         tries.append(Proposal("rewrite", change, f"eps = {code}", edits=edits, source=source))
     return tuple(tries)
 
@@ -133,7 +133,7 @@ def _constant(context: CheckContext, site: Site) -> Alternatives:
         limit = math.copysign(largest, value)
         return {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
 
-    edits = of_the_line(context, step, as_limit, lambda flow, other: True)
+    edits = edits_of_line(context, step, as_limit, lambda flow, other: True)
     if edits is None:
         return ()
     code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
@@ -191,40 +191,42 @@ def _only_orders(context: CheckContext, flow: Flow, node: fx.Node) -> bool:
             verdict = _reads(context, flow, user, current)
             if verdict == "computes":
                 return False
-            if verdict == "hands on":
+            if verdict == "passes on":
                 frontier.append(user)
     return True
 
 
 def _reads(context: CheckContext, flow: Flow, user: fx.Node, value: fx.Node) -> str:
-    """Return what a reader does with a value: ``orders``, ``hands on`` or ``computes``."""
+    """Return what a reader does with a value: ``orders``, ``passes on`` or ``computes``."""
     site = flow.site(user)
     if user.op == "output":
         return "computes"
     if site is None or site.role is Role.VIEW or site.role.converts:
-        return "hands on"
+        return "passes on"
     base, args = flow.base(site), flow.arguments(site)
     if base == "scaled_dot_product_attention":
         return "orders" if args.get("attn_mask") is value else "computes"
     if base in _ORDERING:
         return "orders"
     first, other = args.get("self") is value, args.get("other")
-    if base in _HANDING_ON or (base == "baddbmm" and first):
-        return "hands on"
+    if base in _PASSING_ON or (base == "baddbmm" and first):
+        return "passes on"
     positive = isinstance(other, int | float) and other > 0
     keeps_order = base in ("mul", "div", "sub") and first and positive
     masks = base == "mul" and _other_is_constant(context, flow, site, value)
-    return "hands on" if keeps_order or masks else "computes"
+    return "passes on" if keeps_order or masks else "computes"
 
 
 def _other_is_constant(context: CheckContext, flow: Flow, site: Site, value: fx.Node) -> bool:
     """Return whether the other factor is a constant tensor, such as a mask of zeros and ones."""
     others = [n for n in flow.node(site).all_input_nodes if n is not value]
-    makers = [flow.maker(other) for other in others]
-    return bool(makers) and all(maker is not None and maker.id in context.constants for maker in makers)
+    producers = [flow.producer(other) for other in others]
+    return bool(producers) and all(
+        producer is not None and producer.id in context.constants for producer in producers
+    )
 
 
-def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
+def edits_of_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
     """Return the edits of all sites on a line of code; ``None`` if the proof fails for one of them.
 
     The proof is asked for each site in each graph, if ``alike`` says that it may be of the same expression.
@@ -314,8 +316,8 @@ def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:
     """Return the input of a natural logarithm, if neither it nor the result is overwritten."""
     if flow.base(site) != "log" or flow.writes(site):
         return None
-    maker = _maker(flow, flow.arguments(site).get("self"))
-    return maker if maker is not None and _is_untouched(flow, maker, op) else None
+    producer = _maker(flow, flow.arguments(site).get("self"))
+    return producer if producer is not None and _is_untouched(flow, producer, op) else None
 
 
 def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
@@ -358,8 +360,8 @@ def is_returned(flow: Flow, node: fx.Node) -> bool:
         if user.op == "output":
             return True
         site = flow.site(user)
-        handed_on = site is None or site.role is Role.VIEW or site.role.converts
-        if handed_on and is_returned(flow, user):
+        passed_on = site is None or site.role is Role.VIEW or site.role.converts
+        if passed_on and is_returned(flow, user):
             return True
     return False
 
@@ -373,7 +375,7 @@ def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
     dtypes = any(isinstance(value, torch.dtype) for value in arguments.values())
     if flow.writes(reader) or arguments.get("rounding_mode") is not None or dtypes:
         return None
-    maker = flow.maker(first)
-    if maker is None or maker.id != product.id or flow.base(reader) not in ("div", "mul"):
+    producer = flow.producer(first)
+    if producer is None or producer.id != product.id or flow.base(reader) not in ("div", "mul"):
         return None
     return 1.0 / by if flow.base(reader) == "div" else float(by)

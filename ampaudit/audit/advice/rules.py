@@ -56,14 +56,14 @@ def exemptions_for(subject: AdviceContext, finding: Finding) -> Iterator[Exempti
 
 
 def _takes_rules(site: Site) -> bool:
-    """Return whether a rule can keep a site in float32; one that lifts a ban does not stop torch's own."""
+    """Return whether a rule can keep a site in float32; an op that torch itself rejects has no such rule."""
     return site.facts is not None and site.decision.cast is not Cast.FORBID
 
 
 def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
     """Return whether a site reads a value that was flushed or is already inaccurate."""
     context = subject.context
-    before = [context.observed(maker.id) for site in first for maker in context.flow.makers(site)]
+    before = [context.observed(producer.id) for site in first for producer in context.flow.producers(site)]
     accuracies = (stats.sqnr_db for stats in before if stats.sqnr_db is not None)
     return any(stats.samples.flushed for stats in before) or any(
         db < context.config.min_sqnr for db in accuracies
@@ -77,8 +77,8 @@ def _upstream(
     region = dict(island)
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
-        makers = [m for step in frontier for m in subject.context.flow.makers(step)]
-        frontier = [m for m in makers if m.id not in region and _takes_rules(m)]
+        producers = [m for step in frontier for m in subject.context.flow.producers(step)]
+        frontier = [m for m in producers if m.id not in region and _takes_rules(m)]
         region |= {m.id: m for m in frontier}
         if back in BACK or not frontier:
             yield Exemption(_in_order(subject, region.keys()), why)
@@ -95,9 +95,9 @@ def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]
     island = {site.id: site for site in first}
     frontier = [(site, 0.0) for site in first]
     while frontier:
-        site, handed = frontier.pop()
+        site, inherited = frontier.pop()
         stats = context.observed(site.id)
-        peak = stats.ref_peak if stats.elements else handed
+        peak = stats.ref_peak if stats.elements else inherited
         if peak <= context.number_format.max / 2:
             continue
         readers = [r for r in context.flow.readers(site) if r.id not in island and _takes_rules(r)]

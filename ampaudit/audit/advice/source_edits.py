@@ -27,7 +27,7 @@ from ampaudit.linter.source_text import (
 from ampaudit.render.findings import relative_path
 from ampaudit.trace.stack import is_library
 
-_SOURCE_FILE_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # within a statement
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _FUNCTIONS = ("torch.matmul", "torch.bmm", "torch.mm")
@@ -369,7 +369,7 @@ class SourceFile:
     def function(self, node: ast.AST) -> ast.AST | None:
         """Return the function that contains a node."""
         holder = self.parent.get(node)
-        while holder is not None and not isinstance(holder, _SOURCE_FILE_FUNCTIONS):
+        while holder is not None and not isinstance(holder, _FUNCTION_NODES):
             holder = self.parent.get(holder)
         return holder
 

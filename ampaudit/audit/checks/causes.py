@@ -120,8 +120,10 @@ def exponential(context: CheckContext, site: Site) -> str | None:
     base = context.flow.base(site)
     if _is_exponential(context, site):
         return f"{base} grows faster than any format; exp(x) overflows from x = {limit:.4g}"
-    makers = context.flow.makers(site)
-    if base in ("sum", "add", "mul", "cumsum") and any(_is_exponential(context, maker) for maker in makers):
+    producers = context.flow.producers(site)
+    if base in ("sum", "add", "mul", "cumsum") and any(
+        _is_exponential(context, producer) for producer in producers
+    ):
         return f"these are exponentials written out; exp(x) overflows from x = {limit:.4g}"
     return None
 
@@ -181,7 +183,7 @@ def residual(context: CheckContext, site: Site) -> str | None:
     nodes = flow.node(site).all_input_nodes
     if flow.base(site) != "add" or len(nodes) != 2 or any(flow.is_weight(node) for node in nodes):
         return None
-    stream = next((flow.made_by(node, "add") for node in nodes if flow.made_by(node, "add")), None)
+    stream = next((flow.produced_by(node, "add") for node in nodes if flow.produced_by(node, "add")), None)
     if stream is None or context.observed(stream.id).bad:
         return None
     peak = format_number(context.observed(stream.id).ref_peak)
@@ -199,7 +201,7 @@ def squares(context: CheckContext, site: Site) -> str | None:
         return f"the op {does}, and {limit} {raised} is the limit"
     if context.flow.base(site) not in having("sum"):
         return None
-    powers = [_power(context, maker) for maker in context.flow.makers(site)]
+    powers = [_power(context, producer) for producer in context.flow.producers(site)]
     summed = next((power for power in powers if power is not None), None)
     if summed is None:
         return None
@@ -224,7 +226,7 @@ def _power(context: CheckContext, site: Site) -> float | None:
 def _as_power(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | None, float]:
     """Return a value as base and exponent: ``x * x * x`` is x to the third."""
     flow = context.flow
-    root, site = flow.root(node), flow.maker(node)
+    root, site = flow.root(node), flow.producer(node)
     if site is None or depth == 0:
         return root, 1.0
     arguments = flow.arguments(site)

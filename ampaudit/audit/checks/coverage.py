@@ -169,7 +169,7 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
 
 
 def _missing_fft_kernel(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
-    """Do the same for FFTs: CUDA supports float16 for powers of two, CPUs only float32 and float64."""
+    """Return the same for FFTs: CUDA supports float16 for powers of two, CPUs only float32 and float64."""
     base = base_name(op)
     args, kwargs = fake_arguments(node)
     odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ampaudit.bounds import BoundTable
 
 _SATURATES = 0.3  # relative error from which growth saturates
-HANDS_ON = (Role.VIEW, Role.SELECT)
+PASSES_ON = (Role.VIEW, Role.SELECT)
 SCALE_INPUT = "scale the input down before the model reads it"
 
 
@@ -89,7 +89,7 @@ class CheckContext:
     @cached_property
     def low_precision_sites(self) -> tuple[Site, ...]:
         """Sites of the graph that compute 16-bit values, without views and selections."""
-        return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in HANDS_ON)
+        return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in PASSES_ON)
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
@@ -149,7 +149,7 @@ class CheckContext:
         return frozenset(self.origins).union(*(origin.poisons for origin in self.record.origins))
 
     def _producer(self, node: object) -> SiteId | None:
-        while (site := self.flow.site(node)) is None or site.role in HANDS_ON:  # type: ignore[arg-type]
+        while (site := self.flow.site(node)) is None or site.role in PASSES_ON:  # type: ignore[arg-type]
             sources = node.all_input_nodes  # type: ignore[attr-defined]
             if not sources:
                 break
@@ -301,7 +301,7 @@ def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding,
 
     def rank(finding: Finding) -> tuple[float, bool, float, int, str, str]:
         accuracy = finding.evidence.local_sqnr_db if finding.kind == "precision" else None
-        wrong = finding.severity is Severity.ERROR and finding.finite
+        wrong = finding.severity is Severity.ERROR and finding.finite_error
         return (
             -finding.severity.rank,
             wrong,

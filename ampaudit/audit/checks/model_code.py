@@ -92,13 +92,14 @@ def _effect(output: OutputDifference) -> str:
     return f"{output.name} {total}, {output.code_sqnr_db:.0f} dB from this difference alone"
 
 
-def describe_difference(place: CodeDifference, dtype: str) -> str:
+def describe_difference(difference: CodeDifference, dtype: str) -> str:
     """Describe what a line does in 16 bits and in FP32."""
-    where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
-    does = f"runs {place.low} in {dtype} and {place.fp32 or 'nothing'} in FP32"
-    if place.low is None:
-        does = f"runs {place.fp32} in FP32 and nothing in {dtype}"
-    others = f" (first of {place.lines} such places)" if place.lines > 1 else ""
+    line, layer = difference.source, difference.layer
+    where = _name(line) if line is not None else f"layer {layer or '(top)'}"
+    does = f"runs {difference.low} in {dtype} and {difference.fp32 or 'nothing'} in FP32"
+    if difference.low is None:
+        does = f"runs {difference.fp32} in FP32 and nothing in {dtype}"
+    others = f" (first of {difference.lines} such places)" if difference.lines > 1 else ""
     return f"{where} {does}{others}"
 
 
@@ -135,7 +136,7 @@ def find_code_unknown(context: CheckContext) -> Iterator[Finding]:
         return
     place = code.place
     severity = Severity.NOTE if place is None and not code.untraced else Severity.WARNING
-    alike = "nor traced" if code.untraced else "its trace does not differ"
+    alike = "it could not be traced either" if code.untraced else "its trace does not differ"
     if place is not None:
         alike = describe_difference(place, context.number_format.name)
     cause = f"the FP32 model could not be run eagerly ({code.failure}); {alike}"
@@ -238,8 +239,8 @@ def find_probabilities(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if context.flow.base(site) != "binary_cross_entropy" or site.decision.cast is Cast.FORBID:
             continue
-        maker = context.flow.maker(context.flow.node(site).all_input_nodes[0])
-        if context.low_precision(site) or (maker is not None and context.low_precision(maker)):
+        producer = context.flow.producer(context.flow.node(site).all_input_nodes[0])
+        if context.low_precision(site) or (producer is not None and context.low_precision(producer)):
             cause = f"a probability in {context.number_format.name} is 1 long before its logit is large"
             advice = "pass the logits to binary_cross_entropy_with_logits"
             yield finding_at(context, site, "AMP304", cause, advice, confidence="rule")
@@ -255,8 +256,8 @@ def find_in_place(context: CheckContext) -> Iterator[Finding]:
         others = node.all_input_nodes[1:] if writes else []
         wide = [n for n in others if node_dtype(n) is torch.float32]
         if wide:
-            maker = context.flow.maker(wide[0])
-            what = maker.id if maker else "a float32 tensor"
+            producer = context.flow.producer(wide[0])
+            what = producer.id if producer else "a float32 tensor"
             cause = f"{what} is float32 and is rounded to {context.number_format.name} as it is written"
             advice = "write it out of place (x = x + y), which widens, if the precision is wanted"
             yield finding_at(context, site, "AMP305", cause, advice, confidence="rule")

@@ -194,14 +194,14 @@ def _largest_drop(context: CheckContext, culprit: SiteId, output: str) -> tuple[
     leading = {site for name, site, _ in context.outputs if name == output and site is not None}
     for site in reversed(context.graph_sites):
         if site.id in leading:
-            leading |= {maker.id for maker in context.flow.makers(site)}
+            leading |= {producer.id for producer in context.flow.producers(site)}
     for site in context.graph_sites:
-        makers = [maker.id for maker in context.flow.makers(site)]
-        if not behind.intersection(makers):
+        producers = [producer.id for producer in context.flow.producers(site)]
+        if not behind.intersection(producers):
             continue
         behind.add(site.id)
         after = context.observed(site.id).sqnr_db
-        accuracies = [db for maker in makers if (db := context.observed(maker).sqnr_db) is not None]
+        accuracies = [db for producer in producers if (db := context.observed(producer).sqnr_db) is not None]
         if site.id in leading and site.role is Role.COMPUTE and after is not None and accuracies:
             candidates.append((site, min(accuracies), after))
     worst = max(candidates, key=lambda drop: drop[1] - drop[2], default=None)

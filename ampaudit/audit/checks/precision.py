@@ -17,7 +17,7 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.values import computing_dtype, converted_numbers, dtype_name, fake_arguments, node_dtype
 
-_WITHIN = 2  # ops before the one that is reported: a comparison, and what combines masks
+_WITHIN = 2  # ops to look back from the reported one: a comparison, and an op that combines masks
 _PROTECTED = having("infinite_at_zero") | {"sqrt"}
 _PROTECTING = ("add", "clamp", "clamp_min", "clip", "maximum", "max", "sub")
 LARGEST_EPS = 0.01
@@ -71,10 +71,10 @@ def _eps(context: CheckContext, site: Site) -> float | None:
 
 def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
     """Return the lost eps shortly before a division, root or logarithm, and the op that adds it."""
-    for maker in context.flow.upstream(site, 3) if context.flow.base(site) in _PROTECTED else ():
-        eps = _eps(context, maker) if context.low_precision(maker) else None
+    for producer in context.flow.upstream(site, 3) if context.flow.base(site) in _PROTECTED else ():
+        eps = _eps(context, producer) if context.low_precision(producer) else None
         if eps is not None:
-            return maker, eps
+            return producer, eps
     return None
 
 
@@ -88,12 +88,12 @@ def epsilon(context: CheckContext, site: Site) -> str | None:
     match = lost_eps(context, site)
     if match is None:
         return None
-    maker, eps = match
+    producer, eps = match
     flushed = eps <= context.number_format.flush_below
     if not flushed and context.is_overflow(context.origins[site.id]):
         return None  # the value would overflow with the exact eps as well
     became = "0" if flushed else "subnormal"
-    return f"eps = {format_number(eps)} at {maker.id} is {became} in {context.number_format.name}"
+    return f"eps = {format_number(eps)} at {producer.id} is {became} in {context.number_format.name}"
 
 
 @cause("AMP203", "write torch.log_softmax(x, dim)")
@@ -103,7 +103,7 @@ def log_softmax(context: CheckContext, site: Site) -> str | None:
     if flow.base(site) not in having("logarithm"):
         return None
     softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
-    if softmax is None or not any(context.low_precision(step) for step in (softmax, *flow.makers(site))):
+    if softmax is None or not any(context.low_precision(step) for step in (softmax, *flow.producers(site))):
         return None
     form = context.number_format
     return f"probabilities below {format_number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
@@ -127,7 +127,7 @@ def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
     """Return a sigmoid and what follows (``1 - p``, ``-p``, a lower limit, a small eps), or ``None``."""
     flow, steps = context.flow, list[Site]()
     for _ in range(4):
-        site = flow.maker(node)
+        site = flow.producer(node)
         if site is None:
             return None
         steps.append(site)
@@ -150,7 +150,7 @@ def subtracts(context: CheckContext, site: Site) -> bool:
     if context.flow.base(site) not in having("sum_of_two"):
         return False
     stats = context.observed(site.id)
-    peaks = [context.observed(maker.id).ref_peak for maker in context.flow.makers(site)]
+    peaks = [context.observed(producer.id).ref_peak for producer in context.flow.producers(site)]
     numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, int | float)]
     largest = max((*peaks, *(abs(float(v)) for v in numbers)), default=0.0)
     measured = bool(stats.ref_sq and stats.elements)
@@ -175,11 +175,11 @@ def find_cancellation(context: CheckContext) -> Iterator[Finding]:
 )
 def cancellation(context: CheckContext, site: Site) -> str | None:
     """Explain a root, logarithm or division of the difference of two nearly equal values."""
-    for maker in context.flow.upstream(site, 3):
-        peaks = [context.observed(m.id).ref_peak for m in context.flow.makers(maker)]
-        if len(peaks) == 2 and context.flow.base(maker) in ("sub", "rsub"):
+    for producer in context.flow.upstream(site, 3):
+        peaks = [context.observed(m.id).ref_peak for m in context.flow.producers(producer)]
+        if len(peaks) == 2 and context.flow.base(producer) in ("sub", "rsub"):
             peak = format_number(max(peaks))
-            return f"{maker.id} is a difference of values up to {peak} that nearly cancel"
+            return f"{producer.id} is a difference of values up to {peak} that nearly cancel"
     return None
 
 
@@ -192,15 +192,15 @@ def find_positions(context: CheckContext) -> Iterator[Finding]:
         limit = _limit(context, site)
         if limit is None or error < limit or site.id in context.origins:
             continue
-        makers = context.flow.makers(site)
+        producers = context.flow.producers(site)
         inherited = any(
-            context.low_precision(maker)
-            and _counts(context, maker)
-            and context.observed(maker.id).samples.max_error >= POSITION_ERROR
-            for maker in makers
+            context.low_precision(producer)
+            and _counts(context, producer)
+            and context.observed(producer.id).samples.max_error >= POSITION_ERROR
+            for producer in producers
         )
         reported.add(site.id)
-        if not inherited and not any(maker.id in reported for maker in makers):
+        if not inherited and not any(producer.id in reported for producer in producers):
             what = "angle" if limit == ANGLE_ERROR else "position"
             form, peak = context.number_format, format_number(stats.ref_peak)
             step = spacing(stats.ref_peak, form.fraction_bits)
@@ -242,7 +242,7 @@ def find_local_error(context: CheckContext) -> Iterator[Finding]:
     for site in context.low_precision_sites:
         if site.id in context.origins or subtracts(context, site):
             continue
-        peaks = (context.observed(maker.id).ref_peak for maker in context.flow.makers(site))
+        peaks = (context.observed(producer.id).ref_peak for producer in context.flow.producers(site))
         if any(peak > context.number_format.max for peak in peaks):
             continue  # the overflow of an input is another finding
         severity = local_error_matters(context, site)

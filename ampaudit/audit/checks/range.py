@@ -68,8 +68,8 @@ def find_saturated(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.low_precision_sites:
         stats = context.observed(site.id)
-        makers = context.flow.makers(site)
-        inherited = any(context.observed(maker.id).ref_peak >= form.overflow_at for maker in makers)
+        producers = context.flow.producers(site)
+        inherited = any(context.observed(producer.id).ref_peak >= form.overflow_at for producer in producers)
         if stats.ref_peak >= form.overflow_at and site.id not in context.by_design and not inherited:
             cause = (
                 f"in FP32 the values reach {format_number(stats.ref_peak)}; "
@@ -129,11 +129,11 @@ def limited_peak(context: CheckContext, site: Site) -> float | None:
     """Return the FP32 peak before a limit at float16's range; ``None`` if the op is no such limit."""
     if context.flow.base(site) not in _CLAMPS:
         return None
-    node, makers, near = context.flow.node(site), context.flow.makers(site), _NEAR * FLOAT16.max
+    node, producers, near = context.flow.node(site), context.flow.producers(site), _NEAR * FLOAT16.max
     bounds = [b for b in (*node.args[1:], *node.kwargs.values()) if isinstance(b, int | float)]
     if bounds and all(abs(bound) < near for bound in bounds):
         return None  # it cuts something else, such as what is negative
-    peak = context.observed(makers[0].id).ref_peak if makers else 0.0
+    peak = context.observed(producers[0].id).ref_peak if producers else 0.0
     at_the_end = near <= context.observed(site.id).ref_peak < FLOAT16.overflow_at
     return peak if at_the_end and peak >= FLOAT16.overflow_at else None
 
@@ -145,10 +145,10 @@ def find_inside_norm(context: CheckContext) -> Iterator[Finding]:
         inside = context.observed(site.id).inside_peak
         if inside < form.overflow_at or site.id in context.broken_sites:
             continue
-        what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
+        what = "decomposed into 16-bit ops, it overflows, and the norm returns zeros"
         if context.contract.fused:
             what = (
-                "a kernel with float32 inside is assumed here; taken apart, as in many exports, it overflows"
+                "a kernel with float32 inside is assumed here; decomposed, as in many exports, it overflows"
             )
         yield finding_at(
             context,
@@ -173,8 +173,8 @@ def find_forbidden(context: CheckContext) -> Iterator[Finding]:
 def find_weights(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per weight; the origins that it explains are listed as poisoned.
 
-    A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note. One that
-    the policy clips changes the values that it reaches, so that the outputs tell whether it has one.
+    A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note. So is one
+    that the policy clips, if every output is accurate nevertheless.
     """
     form = context.number_format
     origins = [(origin, context.site[origin.site]) for origin in context.record.origins]

@@ -85,7 +85,7 @@ def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if site.dtype is not torch.float32 or site.decision.explicit or site.role is not Role.COMPUTE:
             continue
-        start = next((behind[m.id] for m in context.flow.makers(site) if m.id in behind), None)
+        start = next((behind[m.id] for m in context.flow.producers(site) if m.id in behind), None)
         start = start or (site.id if _promotes(context, site) else None)
         if start is not None:
             behind[site.id] = start

@@ -78,7 +78,7 @@ def convert_onnx(
     report = plan.audited.report
     if report.exit_code:
         return report, None
-    with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
+    with keeping(report), staged_directory(directory, force=config.force, marker=MANIFEST) as stage:
         plan, file, outputs, faults = _write_until_accurate(plan, source, stage / ONNX, config, session)
         traced, report = plan.audited.audit.converted.traced, plan.audited.report
         (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")

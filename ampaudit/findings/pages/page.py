@@ -25,8 +25,7 @@ Kind = Literal[
 ]
 Level = Literal["error", "warning", "note"]
 SECTIONS = ("What it says", "Why it is bad", "Bad example", "Good example", "When to ignore it")
-# where there is something to say
-FURTHER = ("How often it is right", "How safe is the fix", "References")
+OPTIONAL_SECTIONS = ("How often it is right", "How safe is the fix", "References")
 LINTED = "AMP8"  # prefix of the codes that `ampaudit lint` reports
 _FAMILIES = {
     "1": "range of forward values",
@@ -165,9 +164,11 @@ def parse_page(text: str) -> Page:
     fences = [token for token in tokens if token.type == "fence"]
     title = headings[0][1]
     names = tuple(name for tag, name in headings if tag == "h2")
-    further = tuple(name for name in FURTHER if name in names)
+    further = tuple(name for name in OPTIONAL_SECTIONS if name in names)
     if names != (*SECTIONS, *further) or len(fences) != 2:
-        raise ValueError(f"{title}: a page has the sections {SECTIONS}, then {FURTHER}, and two examples")
+        raise ValueError(
+            f"{title}: a page has the sections {SECTIONS}, then {OPTIONAL_SECTIONS}, and two examples"
+        )
     code, _, words = title.partition(": ")
     severity, kind = tokens[4].content.split(", ")
     if severity not in get_args(Level) or kind not in get_args(Kind):

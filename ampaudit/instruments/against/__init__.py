@@ -23,5 +23,5 @@ INSTRUMENT = Instrument(
     title="Reference",
     options=AgainstOptions,
     needs=RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL},
-    takes_away=Need.OWN_REFERENCE,
+    violates=Need.OWN_REFERENCE,
 )

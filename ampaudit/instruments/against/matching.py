@@ -34,7 +34,7 @@ MIN_CLAMPED = 9990.0  # converters replace larger numbers by 10,000, or by a sha
 _TRANSPARENT_ROLES = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 # ops of one kind, besides synonyms
 _KINDS = {"mm": "matmul", "bmm": "matmul", "_safe_softmax": "softmax"}
-_KEPT = 2048  # elements of each value
+_MAX_SAMPLED = 2048  # elements that are kept of each value
 
 
 class Matching:
@@ -374,7 +374,7 @@ class ComparedGraph:
         self.traced = traced
         self.places: dict[str, Placeholder] = {p.node: p for p in traced.placeholders}
         self.masters = executor.converted.masters
-        self.values = values.kept
+        self.values = values.samples
         self.inputs = [n for n in executor.program.inputs if self.places[n.name].slot is Slot.INPUT]
         self.outputs = dict(zip(traced.outputs, executor.program.outputs, strict=True))
         sites = traced.site_of_node
@@ -451,11 +451,11 @@ def _base(node: fx.Node) -> str:
 class Values(Observer):
     """Samples elements of every tensor of a run, at positions that do not depend on its shape."""
 
-    __slots__ = ("kept",)
+    __slots__ = ("samples",)
 
     def __init__(self, executor: LockStep, inputs: list[torch.Tensor]) -> None:
         # number of elements and a sample of them, by node
-        self.kept: dict[fx.Node, tuple[int, torch.Tensor]] = {}
+        self.samples: dict[fx.Node, tuple[int, torch.Tensor]] = {}
         remaining = iter(inputs)
         for node in executor.program.inputs:
             master = executor.converted.masters.get(node.name)
@@ -468,15 +468,15 @@ class Values(Observer):
 
     def _keep(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor) and not value.is_complex():
-            self.kept[node] = value.numel(), samples_of(value)
+            self.samples[node] = value.numel(), samples_of(value)
 
 
 def samples_of(value: torch.Tensor) -> torch.Tensor:
     """Return elements at positions that depend only on their number, in float64 on the CPU."""
     count = value.numel()
-    if count <= _KEPT:
+    if count <= _MAX_SAMPLED:
         return value.detach().reshape(-1).to("cpu", torch.float64)
-    places = torch.arange(_KEPT, dtype=torch.int64) * (count - 1) // (_KEPT - 1)
+    places = torch.arange(_MAX_SAMPLED, dtype=torch.int64) * (count - 1) // (_MAX_SAMPLED - 1)
     if value.is_contiguous():
         return value.detach().reshape(-1)[places.to(value.device)].to("cpu", torch.float64)
     index = torch.unravel_index(places.to(value.device), value.shape)

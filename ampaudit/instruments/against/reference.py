@@ -67,7 +67,9 @@ class ReferenceModel:
         self._places = places
         self._seed = config.seed
 
-    def __call__(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
+    def __call__(
+        self, executor: LockStep, audited_inputs: list[torch.Tensor], number: int
+    ) -> ModelComparison:
         """Run the reference on a batch, and compare the audited model, widened to float32, with it.
 
         Raises:
@@ -88,7 +90,7 @@ class ReferenceModel:
                 raise ReferenceBroken(f"the reference itself gives NaN or infinity in {where}: {broken}")
             program, device = executor.program, executor.device
             exact = LockStep(program, executor.placed, Float32Backend(), device, reference_only=True)
-            audited = _recorded(exact, own, seed)
+            audited = _recorded(exact, audited_inputs, seed)
             plain = ComparedGraph(reference, Values(reference, inputs))
             weights = match_weights(plain, audited)
             compared = _recorded(_with_rounded_weights(reference, audited, weights), inputs, seed)
@@ -152,6 +154,8 @@ def _output_places(reference: LockStep, audited: LockStep) -> dict[str, int]:
 
 
 class _Search:
+    """Finds the differences between two graphs with matched ops."""
+
     def __init__(
         self, matching: Matching, weights: Mapping[fx.Node, MatchedWeight], dtype: torch.dtype
     ) -> None:
@@ -166,7 +170,7 @@ class _Search:
 
         ``wrong`` are the nodes of outputs of the audited graph that differ, by name.
         """
-        structural = {(d.kind, d.place): d for d in self.structural()}
+        structural = {(d.kind, d.site.id): d for d in self.structural()}
         roots: dict[Op, list[str]] = {}
         changed = {key[1] for key in structural}
         for name, node in wrong.items():
@@ -181,9 +185,9 @@ class _Search:
                 result[key] = replace(structural[key], outputs=tuple(names))
             if not keys:
                 difference = self.explained(op, tuple(names))
-                result[difference.kind, difference.place] = difference
+                result[difference.kind, difference.site.id] = difference
         order = {op.site.id: op.place for op in self._audited.ops.values()}
-        return sorted(result.values(), key=lambda d: (not d.outputs, order.get(d.place, math.inf)))
+        return sorted(result.values(), key=lambda d: (not d.outputs, order.get(d.site.id, math.inf)))
 
     def structural(self) -> Iterator[ModelDifference]:
         """Yield constants, weights and missing ops that differ, whether or not outputs do."""

@@ -37,6 +37,6 @@ INSTRUMENT = Instrument(
     title="Gradients",
     options=BackwardOptions,
     needs=RUNS,
-    takes_away=Need.FORWARD_ONLY,
+    violates=Need.FORWARD_ONLY,
     trains=True,
 )

@@ -230,7 +230,7 @@ def _vanishing(context: CheckContext, record: GradientRecord) -> Iterator[_Vanis
             starts[site.id] = before or site.id
             behind.setdefault(starts[site.id], []).append(site.id)
         elif before is not None and (stats is None or _is_lost(stats)):
-            starts[site.id] = before  # it only hands on, or computes in float32
+            starts[site.id] = before  # it only passes values on, or computes in float32
     for start, sites in behind.items():
         name = name_of(context, start, False)
         yield context.site[start], record.sites[start], name, tuple(site for site in sites if site != start)
@@ -360,7 +360,7 @@ def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
         yield replace(finding, phase="backward")
 
 
-def find_own_backward(context: CheckContext) -> Iterator[Finding]:
+def find_custom_backward(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per custom backward that cannot be traced; a note if it ran as a whole."""
     for custom in gradients_in(context).untraced:
         site = context.site[custom.site]
@@ -379,5 +379,5 @@ CHECKS = (
     Check("AMP703", find_no_loss_scale),
     Check("AMP704", find_gradient_error),
     Check("AMP705", find_no_gradient),
-    Check("AMP706", find_own_backward),
+    Check("AMP706", find_custom_backward),
 )

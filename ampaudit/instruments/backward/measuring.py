@@ -21,7 +21,7 @@ from ampaudit.report.model import Report
 from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import Batch, ModelSource
-from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss, with_input_references
 
 
 class _Measuring(Measuring):
@@ -48,7 +48,11 @@ class _Measuring(Measuring):
                 hint="call requires_grad_() on the parameters to train",
             )
         batches = tuple(
-            Batch(b.args, {**b.kwargs, LOSS_BATCH: item_apart(b.args, b.kwargs, b.whole)}, name=b.name)
+            Batch(
+                b.args,
+                {**b.kwargs, LOSS_BATCH: with_input_references(b.args, b.kwargs, b.whole)},
+                name=b.name,
+            )
             for b in source.batches
         )
         return replace(source, model=WithLoss(source.model, options.loss or source.loss), batches=batches)

@@ -34,7 +34,7 @@ from ampaudit.instruments.sensitivity.probe import (
     PrecisionGraph,
     SensitivityPart,
     ValueNames,
-    finite_difference,
+    error_where_finite,
     float_nodes,
     values_of,
 )
@@ -266,7 +266,7 @@ class GradientErrors(GradientObserver):
         """Record the error of a sum, and the gradient of a parameter."""
         additions = self._arrived[node] - 1
         if additions > 0 and dtype in LOW_PRECISION_DTYPES:
-            error = finite_difference(rounded(pair[0], dtype), widened_tensor(pair[0]))
+            error = error_where_finite(rounded(pair[0], dtype), widened_tensor(pair[0]))
             self.sums[node] = error * math.sqrt(additions)
         if node in self.parameters:
             self._complete[self.parameters[node]].append(pair)
@@ -304,11 +304,11 @@ class ErrorPass(BackwardPass):
         products = dict(super()._products(entry, out))
         low = [node for node in products if self.dtypes[node][0] in LOW_PRECISION_DTYPES]
         for node, exact in self._exact(entry, low, [None if pair is None else pair[1] for pair in out]):
-            self.errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
+            self.errors.shares[entry.step.node, node] = error_where_finite(products[node][1], exact)
         if entry.step.site is not None and short_op(entry.step.site.op) in having("piecewise"):
             wide = [None if pair is None else pair[0] for pair in out]
             for node, exact in self._exact(entry, products, wide):
-                self.errors.jumps[entry.step.node, node] = finite_difference(exact, products[node][0])
+                self.errors.jumps[entry.step.node, node] = error_where_finite(exact, products[node][0])
         yield from products.items()
 
     def _exact(

@@ -29,7 +29,7 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-_LEAST_SHARE = 1e-6
+_MIN_SHARE = 1e-6
 
 
 def noise_rows(
@@ -40,16 +40,16 @@ def noise_rows(
     for name, row in sensitivities.own.items():
         if name not in wide:
             rows[name, "weight" if graph.values[name].kind is ValueKind.WEIGHT else "op"] += row
-    for (maker, reader), row in sensitivities.reads.items():
-        if maker in wide and reader not in wide:
-            rows[(maker, "weight") if graph.values[maker].is_weight else (reader, "cast")] += row
+    for (producer, reader), row in sensitivities.reads.items():
+        if producer in wide and reader not in wide:
+            rows[(producer, "weight") if graph.values[producer].is_weight else (reader, "cast")] += row
     for key, row in sensitivities.backward.items():
         rows[key] += row
     total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
     worst = int(total.argmax()) if total.any() else 0
     noises: list[Noise] = []
     for (name, kind), row in rows.items():
-        if row.max() > 0 and (share := float(row[worst] / total[worst])) > _LEAST_SHARE:
+        if row.max() > 0 and (share := float(row[worst] / total[worst])) > _MIN_SHARE:
             noise, site = Noise(name, kind, -10.0 * math.log10(row.max()), share), graph.values[name].site
             if site is not None:
                 noise = replace(noise, layer=site.layer, op=site.op, source=finding_source(site))

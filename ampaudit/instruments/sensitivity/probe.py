@@ -35,7 +35,7 @@ from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, StepCall, resolved
 from ampaudit.run.measure import fetch
 from ampaudit.run.program import Program, Step, widened_tensor, widened_value
-from ampaudit.trace.caster import TWIN
+from ampaudit.trace.caster import FIXED_REASONS
 from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.functional import DETACH_OPS, OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot
@@ -45,7 +45,7 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, float_value
 
 # dtypes of results that stay wide although 16 bits were requested, of ops that write to float32 statistics
 _FLOAT32 = frozenset({torch.float32, torch.complex64})
-_FIXED = ("author", TWIN)  # reasons of decisions that no policy makes
+
 BackwardKind = Literal["gradient", "jump"]
 _UNDIFFERENTIABLE = "is not differentiable with respect to argument"
 Key = TypeVar("Key", bound=Hashable)
@@ -260,7 +260,9 @@ class ErrorCollector(GradientObserver):
         reference = self._references.get(node)
         if not isinstance(reference, torch.Tensor):
             return None
-        return finite_difference(rounded(reference.detach(), self._dtype), widened_tensor(reference.detach()))
+        return error_where_finite(
+            rounded(reference.detach(), self._dtype), widened_tensor(reference.detach())
+        )
 
     def _add(
         self,
@@ -352,14 +354,14 @@ class ErrorTape(Tape):
             restore_random_state(call.state, device or torch.device("cpu"))
         exact = self._exact.call(step, args, kwargs)
         if isinstance(exact, torch.Tensor):
-            return finite_difference(value, exact)
+            return error_where_finite(value, exact)
         return [
-            finite_difference(v, x) if isinstance(x, torch.Tensor) else None
+            error_where_finite(v, x) if isinstance(x, torch.Tensor) else None
             for v, x in zip(value, exact, strict=True)
         ]
 
 
-def finite_difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def error_where_finite(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Return the rounding error of finite elements; 0 for elements that overflow."""
     if value.shape != exact.shape or not (exact.is_floating_point() or exact.is_complex()):
         return torch.zeros_like(exact)
@@ -500,7 +502,7 @@ def _kind(step: Step) -> ValueKind:
     decision = site.decision
     if decision.cast is Cast.LOWER and not step.low_precision and not _FLOAT32.isdisjoint(step.dtypes):
         return ValueKind.FLOAT32
-    if decision.cast is Cast.LOWER and site.facts is not None and decision.reason not in _FIXED:
+    if decision.cast is Cast.LOWER and site.facts is not None and decision.reason not in FIXED_REASONS:
         return ValueKind.OP
     wide = decision.cast in (Cast.FORBID, Cast.FLOAT32) and not step.low_precision
     return ValueKind.FLOAT32 if wide else ValueKind.FOLLOW

@@ -1,7 +1,7 @@
 """Traces custom backwards, of autograd functions and hooks, at the end of a model's trace.
 
-Their incoming gradients are tensors without values, and what they do to them is recorded like the forward
-pass: by the same tracer, with values of the forward pass where these were saved.
+A backward is called on gradients without values. The tracer of the forward pass records its ops, whose inputs
+may be saved values of that pass.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BackwardTracer:
         item = TensorHook(len(self.records), layer, value)
         TENSOR_HOOK([value], item.number)
         self.records.append(item)
-        return item.hooks.added(function)
+        return item.hooks.register(function)
 
     def trace(
         self,
@@ -169,7 +169,7 @@ def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
 
 
 class Tracked:
-    """Maps tensors that autograd returns, new objects for known memory, to values of the trace: the keys."""
+    """Maps tensors that autograd returns, new objects for known memory, to the values of the trace there."""
 
     def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:
         self._tensors = tensors
@@ -195,7 +195,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 class Hooks(OrderedDict[int, Callable[..., Any]]):
     """Hooks in the order of their registration, each until its handle removes it."""
 
-    def added(self, hook: Callable[..., Any]) -> RemovableHandle:
+    def register(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook."""
         handle = RemovableHandle(self)
         self[handle.id] = hook
@@ -465,7 +465,7 @@ class CustomCode:
         def hooking(method: Callable[..., Any], name: str) -> Any:
             def register(ctx: Any, hook: Callable[..., Any]) -> Any:
                 application = self._application(ctx)
-                return method(ctx, hook) if application is None else getattr(application, name).added(hook)
+                return method(ctx, hook) if application is None else getattr(application, name).register(hook)
 
             return Replacement(node, method.__name__, register)
 
@@ -544,11 +544,11 @@ def separate_backwards(traced: TracedModel) -> TracedModel:
         for node in section.values:
             if node in owner and node not in sections[owner[node]].shared:
                 sections[owner[node]].shared.append(node)
-    followed = list(_followed(traced, sections, owner))
+    followed = list(_with_failures(traced, sections, owner))
     for backward in followed:
         if backward.failure is not None:
             sections[backward.number].values.clear()
-    graph, leaves = _without(traced.graph, sections, owner)
+    graph, leaves = _forward_graph(traced.graph, sections, owner)
     inside = {node.name for node in owner}
     backwards = [
         _separated(replace(backward, leaves=leaves[backward.number]), sections, owner, traced)
@@ -562,10 +562,10 @@ def separate_backwards(traced: TracedModel) -> TracedModel:
     )
 
 
-def _followed(
+def _with_failures(
     traced: TracedModel, sections: dict[int, _Section], owner: dict[fx.Node, int]
 ) -> Iterator[CustomBackward]:
-    """Return the custom backwards in order; those that read unknown or failed values fail."""
+    """Yield the custom backwards in order; one that reads an unknown or failed value fails as well."""
     failed: dict[int, str] = {}
     for backward in traced.custom_backwards:
         values = sections[backward.number].values
@@ -591,7 +591,7 @@ def _sections(graph: fx.Graph) -> Iterator[_Section]:
             nodes.append(node)
 
 
-def _without(
+def _forward_graph(
     graph: fx.Graph, sections: dict[int, _Section], owner: dict[fx.Node, int]
 ) -> tuple[fx.Graph, dict[int, tuple[int, ...]]]:
     """Return the graph with marks for each backward's saved values, and the positions of leaves."""

@@ -16,7 +16,7 @@ from ampaudit.trace.stack import running_lines
 from ampaudit.trace.values import inexact
 
 Values = Mapping[int, Any]
-_UNKNOWN = object()
+_NO_OPERAND = object()
 
 
 class ReadKind(StrEnum):
@@ -28,7 +28,7 @@ class ReadKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class PythonDecision:
     """What Python decided on a float that it read, such as a comparison."""
 
     taken: Any  # result for the FP32 values
@@ -58,7 +58,8 @@ class ValueRead:
     source: SourceLine | None  # innermost line of the model's code
     caller: SourceLine | None  # the user's line that calls it, if that is another one
     value: torch.Tensor  # during the trace, on the CPU
-    decided: list[Decided] = field(default_factory=list)  # decisions on the float, if the read returns one
+    # decisions on the float, if the read returns one
+    decisions: list[PythonDecision] = field(default_factory=list)
 
 
 def python_value(name: str, value: torch.Tensor) -> Any:
@@ -88,14 +89,14 @@ class ReadValues:
         return read
 
     def tracked(self, read: ValueRead, value: Any) -> Any:
-        """Return what Python gets: a float records what is decided on it."""
+        """Return the value that Python gets: a float is wrapped, to record the decisions on it."""
         if not isinstance(value, float):
             return value
         return ReadNumber.create(value, self, (read.number,), operator.itemgetter(read.number))
 
     def decide(self, numbers: Sequence[int], result: Any, evaluate: Callable[[Values], Any]) -> None:
         """Record a decision on floats that were read."""
-        self.reads[numbers[-1]].decided.append(Decided(result, *running_lines(), evaluate))
+        self.reads[numbers[-1]].decisions.append(PythonDecision(result, *running_lines(), evaluate))
 
 
 class ReadNumber(float):
@@ -130,7 +131,7 @@ def _combined(first: Any, second: Any, function: Callable[..., Any]) -> Callable
     def evaluate(values: Values) -> Any:
         left = first.evaluate(values) if isinstance(first, ReadNumber) else first
         right = second.evaluate(values) if isinstance(second, ReadNumber) else second
-        return function(left) if right is _UNKNOWN else function(left, right)
+        return function(left) if right is _NO_OPERAND else function(left, right)
 
     return evaluate
 
@@ -143,7 +144,7 @@ def _method(name: str, function: Callable[..., Any], *, decides: bool, swapped: 
         result = plain(self, *others)
         if result is NotImplemented or len(others) > 1:
             return result
-        other = others[0] if others and others[0] is not None else _UNKNOWN
+        other = others[0] if others and others[0] is not None else _NO_OPERAND
         evaluate = _combined(other, self, function) if swapped else _combined(self, other, function)
         numbers = self.numbers + (other.numbers if isinstance(other, ReadNumber) else ())
         if decides:

@@ -71,7 +71,7 @@ class PathTracing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenValues:
+class PathInputs:
     """The FP32 values that decide the path of a step."""
 
     # input tensors of the FP32 run; the trace has the dtypes of the 16-bit run
@@ -92,7 +92,7 @@ class PathRecorder:
         model: nn.Module,
         fake_model: nn.Module,
         fakes: Sequence[torch.Tensor],
-        initial: GivenValues,
+        initial: PathInputs,
     ) -> None:
         """Give the weights and inputs of a trace their values."""
         with computing():
@@ -116,14 +116,14 @@ class PathRecorder:
         ]
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace(), "_override_builtin_ops", nullcontext)
-        makers = [
+        constructors = [
             Replacement(torch, f.__name__, tensor_of(_stacking(f))) for f in (torch.tensor, torch.as_tensor)
         ]
-        makers.append(Replacement(torch, "from_numpy", tensor_of(torch.from_numpy)))
-        makers.append(Replacement(FakeTensor, "new_tensor", _new_tensor))
+        constructors.append(Replacement(torch, "from_numpy", tensor_of(torch.from_numpy)))
+        constructors.append(Replacement(FakeTensor, "new_tensor", _new_tensor))
         methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
         indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
-        with patched([*reads, *numbers, builtins, *makers, *indexing]), hidden_trace():
+        with patched([*reads, *numbers, builtins, *constructors, *indexing]), hidden_trace():
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -277,7 +277,7 @@ def tensor_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class _TrueInsideTorch:
-    """A flag that is true in torch's own code only, whatever name a function that returns it has."""
+    """A flag that is true in torch's own code only, whichever function returns it."""
 
     def __bool__(self) -> bool:
         return is_tool_file(sys._getframe(1).f_code.co_filename)
@@ -297,7 +297,7 @@ class _FakeTensorInsideTorch(ModuleType):
 
 @contextmanager
 def hidden_trace() -> Iterator[None]:
-    """Answer with no while active if a model's code asks whether it is being traced."""
+    """Hide from the model's code, while active, that it is being traced."""
     flag = _TrueInsideTorch()
 
     @contextmanager

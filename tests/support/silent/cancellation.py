@@ -72,7 +72,7 @@ def hand_made_log_sum_exp(bad: bool) -> Built:
 
 
 @silent("half", "float16", "AMP207")
-def finite_difference(bad: bool) -> Built:
+def error_where_finite(bad: bool) -> Built:
     """A derivative by a difference quotient with a step that is small for 16 bits."""
 
     def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
