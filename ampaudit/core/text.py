@@ -93,11 +93,11 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
 def format_bytes(count: int) -> str:
     """Format a byte count with three digits and a unit."""
     size = float(count)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:  # rounds to three digits
             return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:.3g} GB"
+    return f"{size:.3g} TB"
 
 
 def format_number(value: float) -> str:

@@ -22,7 +22,6 @@ from ampaudit.run.device import guarded
 from ampaudit.run.fp32_check import EagerModel, reporting_model_failures
 from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair
 from ampaudit.run.outputs import compare_outputs
-from ampaudit.run.program import widened_tensor
 from ampaudit.run.record import RunRecord, StateFault, StepObservation
 from ampaudit.run.runner import BatchRun, Runner
 from ampaudit.run.segmented import run_segmented
@@ -36,7 +35,7 @@ from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.stack import calling_line
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact, tensors_in, widened_tensor
 
 OpOutcome = tuple[str, bool, SourceLine | None]  # op, whether its result is finite, its line if it is not
 _SEED_OFFSET = 2_000_003  # so that next inputs draw other random numbers than the model

@@ -24,11 +24,11 @@ from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.ops import having
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, flat_pair, rounded_components
-from ampaudit.run.program import Step, widened_tensor
+from ampaudit.run.program import Step
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.opnames import base_name, is_foreign, is_view, mutated_arguments, named_arguments
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, node_dtype, sizes_of, widened
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, node_dtype, sizes_of, widened, widened_tensor
 
 CONTRACTS = {
     "lower-accumulate": "sums and products add up in the 16-bit format",

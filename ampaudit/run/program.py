@@ -32,7 +32,6 @@ from ampaudit.trace.opnames import (
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import (
     LOW_PRECISION_DTYPES,
-    WIDE,
     SharedMemory,
     computing_dtype,
     converted_numbers,
@@ -46,16 +45,6 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # larger groups keep more values of the reference alive and gain little
 GROUP_SIZE = 8
-
-
-def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Widen 16-bit tensors to float32 or complex64; return other tensors unchanged."""
-    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
-
-
-def widened_value(value: Any) -> Any:
-    """Apply ``widened_tensor`` to tensors; return other values unchanged."""
-    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def passes_gradients(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
 from ampaudit.run.measure import fetch, finite_peak
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
-from ampaudit.run.program import Program, Step, compile_program, widened_tensor
+from ampaudit.run.program import Program, Step, compile_program
 from ampaudit.run.propagation import FaultPropagation, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
@@ -38,6 +38,7 @@ from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.path.recorder import PathInputs, PathTracing, with_known_casts
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
+from ampaudit.trace.values import widened_tensor
 
 
 class Runner:

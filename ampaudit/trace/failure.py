@@ -32,7 +32,7 @@ from ampaudit.trace.isolation import seeded, structural_copy
 from ampaudit.trace.loss import LOSS_BATCH, WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 from ampaudit.trace.twins import twins_checked
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, widened_tensor
 
 _ONE_DEVICE = "keep every tensor on the input's device: pass device=x.device where tensors are made"
 _MAX_LISTED = 6  # inputs or parameters
@@ -326,9 +326,9 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def without_low_precision(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
+    """Return the tensor on the device, widened if it has 16 bits; without a copy if possible."""
     value = tensor.detach().to(device or tensor.device)
-    return value.float() if value.dtype in LOW_PRECISION_DTYPES else value
+    return widened_tensor(value)
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:

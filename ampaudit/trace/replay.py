@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, OpFacts
 from ampaudit.trace.twins import TwinCall
-from ampaudit.trace.values import CASTABLE_DTYPES, float_value
+from ampaudit.trace.values import CASTABLE_DTYPES, float_value, widened_tensor
 
 META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 # attribute under which a replaying module holds what it replays; not part of a layer's path
@@ -93,7 +93,7 @@ class Replayer(fx.Interpreter):
                 return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with replaying(INSERTED):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, widened_tensor, (args, kwargs))
         with replaying(_origin(n) | {OPAQUE: True}):
             return self.call_function(n.target, args, kwargs)
 
@@ -104,10 +104,6 @@ def _origin(node: fx.Node) -> dict[str, Any]:
     if isinstance(record, OpRecord) and record.replayed is not None:
         return {**record.replayed, META_KEY: record}
     return dict(node.meta)
-
-
-def _in_float32(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.float32) if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _is_idle_cast(node: fx.Node) -> bool:

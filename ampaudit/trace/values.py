@@ -64,6 +64,16 @@ def widened(value: Any) -> Any:
     return pytree.tree_map_only(torch.dtype, lambda dtype: WIDE.get(dtype, dtype), value)
 
 
+def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Widen 16-bit tensors to float32 or complex64; return other tensors unchanged."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
+
+
+def widened_value(value: Any) -> Any:
+    """Apply ``widened_tensor`` to tensors; return other values unchanged."""
+    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
 def inexact(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()

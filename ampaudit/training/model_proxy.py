@@ -22,6 +22,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.source.unwrapping import fsdp_kind
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import structural_copy
+from ampaudit.trace.values import widened_tensor
 
 _PLANS = "torch.distributed.tensor"  # the package whose hooks redistribute inputs and outputs of layers
 OWN_CODE = "use ampaudit.prepare(..., how='autocast')"
@@ -101,11 +102,7 @@ class AutocastModule(ModelProxy):
 
 def in_float32(output: Any) -> Any:
     """Convert 16-bit outputs to float32, so that an outside loss is computed in float32."""
-
-    def wide(value: torch.Tensor) -> torch.Tensor:
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-    return pytree.tree_map_only(torch.Tensor, wide, output)
+    return pytree.tree_map_only(torch.Tensor, widened_tensor, output)
 
 
 def is_spread(model: nn.Module) -> bool:

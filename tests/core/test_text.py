@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampaudit.core.text import format_bound, format_number
+from ampaudit.core.text import format_bound, format_bytes, format_number
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,20 @@ def test_a_bound_is_not_printed_below_its_value(value: float) -> None:
 def test_a_whole_bound_is_printed_in_full() -> None:
     assert format_bound(65504.0) == "65,504"
     assert format_bound(65504.5) == "65,510"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (16_384_000, "16.4 MB"),
+        (999_999_999, "1 GB"),
+        (1_500_000_000_000, "1.5 TB"),
+    ],
+)
+def test_bytes_are_never_printed_with_an_exponent(count: int, text: str) -> None:
+    assert format_bytes(count) == text

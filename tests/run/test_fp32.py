@@ -52,6 +52,31 @@ def inputs(scale: float = 1.0) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(0)) * scale
 
 
+class Turn(nn.Module):
+    """Turns complex numbers by a buffer, in code that reads a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.Linear(16, 16)
+        parts = torch.randn(8, 2).to(torch.float16 if dtype is torch.complex32 else torch.float32)
+        self.register_buffer("turn", torch.view_as_complex(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y = y.float() if y.dtype == torch.float16 else y
+        return torch.view_as_real(torch.view_as_complex(y.reshape(-1, 8, 2)) * self.turn.to(torch.complex64))
+
+
+def test_the_fp32_model_keeps_complex_numbers_in_16_bits() -> None:
+    """A buffer in complex32 is widened, with its imaginary part, where the FP32 model runs eagerly."""
+    expected, report = (
+        scan(Turn(dtype), inputs(), policy="half") for dtype in (torch.complex64, torch.complex32)
+    )
+    assert report.verdict == expected.verdict == "pass"
+    assert report.outputs[0].accuracy_db == pytest.approx(expected.outputs[0].accuracy_db, abs=3)
+
+
 def decibel(value: torch.Tensor, fp32: torch.Tensor) -> float:
     value, fp32 = value.detach().double(), fp32.detach().double()
     error = (value - fp32).square().sum()

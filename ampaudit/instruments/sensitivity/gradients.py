@@ -42,12 +42,12 @@ from ampaudit.run.backends import Float32Backend, rounded
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import refuse_more_than_memory, restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, resolved
-from ampaudit.run.program import Program, Step, passes_gradients, widened_tensor, widened_value
+from ampaudit.run.program import Program, Step, passes_gradients
 from ampaudit.run.record import RunRecord
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, torch_dtype, widened_tensor, widened_value
 
 MIN_PROBES = 8  # a few jumps may be most of the error, and two probes that agree may miss them
 COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd
@@ -209,7 +209,7 @@ class DoubleBackward:
         gradients = self._gradients
         if not gradients:
             return Collected({}, {}, {})
-        total = torch.stack([(gradients[node] * seed[node]).sum() for node in gradients]).sum()
+        total = torch.stack([(components(gradients[node]) * seed[node]).sum() for node in gradients]).sum()
         collector = ErrorCollector(names, self._tape, dtype)
         values = {node: value for node, value in self._values.items() if _has_gradient(value)}
         targets = [*values.values(), *self._reads.values(), *(term.tensor for term in self._terms)]
@@ -269,12 +269,12 @@ class GradientErrors(GradientObserver):
             error = error_where_finite(rounded(pair[0], dtype), widened_tensor(pair[0]))
             self.sums[node] = error * math.sqrt(additions)
         if node in self.parameters:
-            self._complete[self.parameters[node]].append(pair)
+            self._complete[self.parameters[node]].append((components(pair[0]), components(pair[1])))
         return pair[1]
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
-        """FP32's gradients of the parameters."""
+        """FP32's gradients of the parameters, as real components."""
         return {key: _total(pairs, 0) for key, pairs in self._complete.items()}
 
     @property

@@ -34,14 +34,14 @@ from ampaudit.run.backends import Emulated, Float32Backend, rounded
 from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, StepCall, resolved
 from ampaudit.run.measure import fetch
-from ampaudit.run.program import Program, Step, widened_tensor, widened_value
+from ampaudit.run.program import Program, Step
 from ampaudit.trace.caster import FIXED_REASONS
 from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.functional import DETACH_OPS, OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot
 from ampaudit.trace.internals import decomposition_table
 from ampaudit.trace.opnames import base_name
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, float_value
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, float_value, widened_tensor, widened_value
 
 # dtypes of results that stay wide although 16 bits were requested, of ops that write to float32 statistics
 _FLOAT32 = frozenset({torch.float32, torch.complex64})

@@ -64,3 +64,35 @@ def test_gradients_pass_complex_values(name: str, scale: float) -> None:
         model, x, policy="half", backward=True, loss=loss, sensitivity=True, loss_scale=scale
     )
     assert both.verdict == report.verdict
+
+
+class Turn(nn.Module):
+    """Turns complex numbers by a parameter, which is complex or holds pairs of real numbers."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(8, 8)
+        parts = torch.randn(4, 2)
+        self.turn = nn.Parameter(parts if pairs else torch.view_as_complex(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = self.turn if self.turn.is_complex() else torch.view_as_complex(self.turn)
+        return torch.view_as_real(torch.view_as_complex(self.a(x).float().reshape(-1, 4, 2)) * turn)
+
+
+def test_a_complex_parameter_is_ranked_like_its_pairs_of_real_numbers() -> None:
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    ranked, expected = (
+        ampaudit.scan(
+            Turn(pairs=pairs), x, policy="torch-cuda", backward=True, sensitivity=True, loss=loss
+        ).sections["sensitivity"]
+        for pairs in (False, True)
+    )
+    assert ranked.measured_db == pytest.approx(expected.measured_db, abs=0.01)
+    assert ranked.predicted_db == pytest.approx(expected.predicted_db, abs=1.5)  # of random probes
+    shares = {(row.name, row.kind): row.share for row in expected.rows}
+    assert {(row.name, row.kind): row.share for row in ranked.rows} == pytest.approx(shares, abs=0.1)
