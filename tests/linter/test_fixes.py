@@ -86,6 +86,13 @@ def test_a_name_is_not_written_where_it_is_not_visible() -> None:
     assert lint(helper, fix=True).after == helper
 
 
+def test_a_second_backward_of_a_scaled_loss_is_not_scaled_as_well() -> None:
+    text = BAD["AMP802"].replace(
+        "        loss.backward()", "        scaler.scale(loss).backward()\n        loss.backward()"
+    )
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP802", False)]
+
+
 def test_unscaling_is_not_put_into_a_loop_of_its_own() -> None:
     text = BAD["AMP807"].replace(
         "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",

@@ -265,6 +265,28 @@ def test_a_long_file_that_is_imported_hides_nothing(tmp_path: Path) -> None:
     assert ("AMP807", "train.py", 13) in alarms(tmp_path)
 
 
+RESUME = """
+def resume(model, optimizer, state):
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+"""
+
+
+@pytest.mark.parametrize("steps", [0, 3000])
+def test_a_helper_that_restores_all_but_the_scaler_is_followed(tmp_path: Path, steps: int) -> None:
+    """Also if another file is too long to be followed to its end."""
+    loop = LOOP.format(module="resume", name="resume", call="work(x)")
+    restores = "\n    resume(model, optimizer, torch.load('last.pt'))\n    for x"
+    body = "".join(f"    optimum = x + {i} * (x - {i})\n" for i in range(steps))
+    files = {
+        "train.py": "from tools import work\n" + loop.replace("\n    for x", restores),
+        "resume.py": RESUME,
+        "tools.py": f"def work(x):\n{body}    return x\n",
+    }
+    write(tmp_path, files)
+    assert alarms(tmp_path) == [("AMP820", "train.py", 9)]
+
+
 def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {f"m{i}.py": f"from m{i + 1} import scaler\n" for i in range(5)}
     write(tmp_path, {**chain, "m5.py": "scaler = 1\n"})

@@ -14,7 +14,7 @@ from ampaudit.linter.flow.gradients import gradient_method, scaler_method, use_l
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.managed import make_managed, make_trainer, managed_method
-from ampaudit.linter.flow.objects import call_model, copies_method, device_of
+from ampaudit.linter.flow.objects import call_model, copies_method
 from ampaudit.linter.flow.state import (
     BFLOAT16_WEIGHTS,
     HALF_WEIGHTS,
@@ -70,6 +70,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Unknown,
     Value,
+    device_of,
     literal_of,
 )
 
@@ -581,6 +582,8 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     make_trainer(interpreter, call)
     if isinstance(function, Function):
         info = function.info
+        if not interpreter.budget.allows(info.node):
+            return unknown_call(interpreter, call, info.node.name)
         if not _is_followed(interpreter, info, call):
             return _result_of(interpreter, call.all())
         owner = None if info.is_static else function.owner

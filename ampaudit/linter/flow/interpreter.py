@@ -459,6 +459,10 @@ class StepBudget:
     _elsewhere: int = 0
     _work: int = 0
 
+    def allows(self, node: ast.AST) -> bool:
+        """Return whether a function may be followed; further ones in other files are taken as unknown."""
+        return self._elsewhere <= _MAX_STEPS_ELSEWHERE or not file_number(node)
+
     def next_entry_point(self) -> None:
         """Begin another entry point, which may take as many steps."""
         self._steps = 0
@@ -474,7 +478,7 @@ class StepBudget:
         self._steps += STEPS_AT_ONCE
         self._elsewhere += STEPS_AT_ONCE * is_elsewhere
         self._work += STEPS_AT_ONCE * (1 + size // _SIZE_PER_STEP)
-        if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK and self._elsewhere <= _MAX_STEPS_ELSEWHERE:
+        if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK:
             return
         if self.follows_imports:
             raise ImportsTooLong

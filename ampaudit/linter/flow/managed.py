@@ -39,7 +39,7 @@ def make_managed(interpreter: Interpreter, call: Call, framework: Framework) -> 
     if isinstance(precision, LiteralValue):
         scaled, unscaled = precision.value in framework.scaled, precision.value in framework.unscaled
         certainty = Certainty.KNOWN if scaled else Certainty.UNKNOWN if unscaled else Certainty.LIKELY
-    elif precision is None and framework.is_float32:
+    elif precision is None and framework.precision and call.keywords.keys().isdisjoint(("**", "fp16")):
         certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
     divisor = next((v for k, v in call.keywords.items() if k in _DIVISORS), LiteralValue(1))

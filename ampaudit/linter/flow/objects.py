@@ -47,13 +47,13 @@ from ampaudit.linter.flow.values import (
     FunctionInfo,
     Instance,
     KnownItems,
-    LiteralValue,
     Model,
     Optimizer,
     Parameters,
     StateDict,
     Tensor,
     Value,
+    device_of,
     literal_of,
 )
 
@@ -199,7 +199,7 @@ def make_instance(interpreter: Interpreter, call: Call, info: ClassInfo) -> Valu
         return UNKNOWN
     instance = Instance(f"{info.node.name} {key_of(call.node)}{interpreter.call_path}", info)
     start, half = info.method("__init__"), None
-    if start is not None and info.is_relevant:
+    if start is not None and info.is_relevant and interpreter.budget.allows(start.node):
         half, interpreter.half_parameter = interpreter.half_parameter, None
         inline_call(interpreter, start, call.node, call.named(), instance)
         half, interpreter.half_parameter = interpreter.half_parameter, half
@@ -242,7 +242,8 @@ def call_model(interpreter: Interpreter, call: Call, model: Model, method: str =
                 value = call_model(interpreter, Call([value], {}, call.node), module)
         return value
     info = method_of(model, method)
-    if info is not None and (info.relevant or not file_number(info.node)):
+    is_followed = info is not None and (info.relevant or not file_number(info.node))
+    if info is not None and is_followed and interpreter.budget.allows(info.node):
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
             k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in call.named().items()
@@ -325,17 +326,6 @@ def _dtype_of_output(interpreter: Interpreter, model: Model, call: Call, cast: s
 def method_of(model: Model, name: str) -> FunctionInfo | None:
     """Return a method of the class of a model, if that is known."""
     return None if model.instance is None else model.instance.info.method(name)
-
-
-def device_of(value: Value | None) -> str:
-    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
-    if isinstance(value, DeviceValue):
-        return value.type
-    text = value.value if isinstance(value, LiteralValue) else ""
-    if isinstance(text, str):
-        head = text.partition(":")[0]
-        return head if head in ("cuda", "cpu", "mps", "xpu") else ""
-    return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
 
 
 def applies_to_device(interpreter: Interpreter, model: Model) -> bool:

@@ -214,7 +214,6 @@ class Framework:
         unscale: Call that must precede reading gradients; empty if only clipping unscales.
         keeps_gradients: Whether ``.grad`` holds the scaled gradients after its backward.
         divisor: Setting by which its backward divides the loss; empty if it does not divide.
-        is_float32: Whether float32 is the default precision.
         bases: Base classes of user-defined training loops.
         step: Method of a training loop that computes the gradients of a batch.
     """
@@ -229,7 +228,6 @@ class Framework:
     keeps_gradients: bool = True
     unscale: str = ""
     divisor: str = ""
-    is_float32: bool = False
     bases: tuple[str, ...] = ()
     step: str = ""
 
@@ -262,7 +260,6 @@ FRAMEWORKS: Final = (
         *_BY_LIGHTNING,
         "fabric.backward(loss)",
         "fabric.clip_gradients(...)",
-        is_float32=True,
     ),
     Framework(
         "Lightning",
@@ -271,7 +268,6 @@ FRAMEWORKS: Final = (
         *_BY_LIGHTNING,
         "self.manual_backward(loss)",
         "self.clip_gradients(...)",
-        is_float32=True,
     ),
     Framework(
         "Trainer",
@@ -288,7 +284,6 @@ FRAMEWORKS: Final = (
         (False,),
         "self.accelerator.backward(loss)",
         "the argument max_grad_norm",
-        is_float32=True,
         bases=("Trainer", "Seq2SeqTrainer", "SFTTrainer"),
         step="training_step",
     ),
@@ -315,7 +310,6 @@ FRAMEWORKS: Final = (
         (False,),
         "self.engine.backward(loss)",
         "self.engine.clip_grad_norm_(...)",
-        is_float32=True,
         bases=("Runner", "IRunner", "SupervisedRunner"),
         step="handle_batch",
     ),

@@ -151,6 +151,17 @@ class LiteralValue:
     is_given: bool = False
 
 
+def device_of(value: Value | None) -> str:
+    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
+    if isinstance(value, DeviceValue):
+        return value.type
+    text = value.value if isinstance(value, LiteralValue) else ""
+    if isinstance(text, str):
+        head = text.partition(":")[0]
+        return head if head in ("cuda", "cpu", "mps", "xpu") else ""
+    return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
+
+
 def literal_of(value: Value | None) -> object:
     """Return what a literal stands for; ``None`` for other values as well."""
     return value.value if isinstance(value, LiteralValue) else None

@@ -29,8 +29,8 @@ from ampaudit.linter.rules.rule import rule
 @rule("AMP802", ScalerStep)
 def _unscaled_loss(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
     contributions, step = flow.state.gradients.known or frozenset(), event.node
-    mixed = any(item.scaler for item in contributions) and not has_single_optimizer(flow)
-    if event.target is None or event.value.enabled is False or mixed:
+    is_mixed = any(item.scaler for item in contributions)
+    if event.target is None or event.value.enabled is False or (is_mixed and not has_single_optimizer(flow)):
         return
     for node in (item.node for item in contributions if not item.scaler):
         is_beside = isinstance(step, ast.Call) and in_same_function(flow.linked, step, node)
@@ -42,7 +42,8 @@ def _unscaled_loss(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
             node,
             "backward runs on the unscaled loss, but the scaler divides the gradients by the scale",
             f"write {text or 'scaler'}.scale(loss).backward()",
-            Fix.at(node, "scale loss", text) if is_named else None,
+            # the other backward may be of the same loss
+            Fix.at(node, "scale loss", text) if is_named and not is_mixed else None,
         )
 
 

@@ -46,12 +46,13 @@ from ampaudit.linter.rules.rule import rule
 
 @rule("AMP840", EntryPointFollowed)
 def _step_inside(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
-    """Check that an autocast block ends after the loss, unless AMP852 says more."""
+    """Check that an autocast block ends after the loss, unless AMP852 says more, or nothing is trained."""
     events = followed.events
-    stale = [_block_around_loop(step, events) for step in of_type(events, StepEvent)]
+    steps = of_type(events, StepEvent)
+    stale = [_block_around_loop(step, events) for step in steps]
     reported: set[Autocast] = set()
-    late: list[Backward | StepEvent] = [*of_type(events, Backward), *of_type(events, StepEvent)]
-    for event in late:
+    late: list[Backward | StepEvent] = [*of_type(events, Backward), *steps]
+    for event in late if steps else ():
         context = event.autocast
         is_stale = any(block is not None and event.is_inside(block) for block in stale)
         if context.is_certain and context not in reported and not is_stale:
