@@ -160,7 +160,7 @@ def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistak
 def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     if not _owns_scaler(flow, followed) or of_type(followed.events, ScalerRestored):
         return
-    for event in of_type(followed.events, OptimizerRestored):
+    for event in of_type(followed.events, OptimizerRestored)[:1]:  # one place is enough to restore it
         yield Mistake(
             _place_here(event, event.node),
             "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
