@@ -16,6 +16,7 @@ from ampaudit.audit.instruments import checks_for
 from ampaudit.core import __version__
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import finite_or_none
 from ampaudit.findings.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.model import (
@@ -263,11 +264,6 @@ def headroom_bits(form: NumberFormat, peak: float) -> float | None:
 def round_db(value: float | None) -> float | None:
     """Round an accuracy in dB as reports show it."""
     return None if value is None else round(value, 3)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a number for a report, where ``None`` stands for inf and NaN."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def path_report(context: CheckContext) -> InputPath | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 Axes = Mapping[int, torch.Tensor]
+_MAX_ENDS = 1 << 16  # ends of a known tensor
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
 OUTWARD = 2.0**-40
 
@@ -153,10 +154,11 @@ def hull(shape: tuple[int, ...], *intervals: Interval) -> Interval:
     return between(shape, low, max((float(interval.high.amax()) for interval in filled), default=0.0))
 
 
-def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
+def from_tensor(value: torch.Tensor) -> Interval:
     """Bound a known tensor, element by element.
 
-    With more than ``largest`` elements, each position of the last axis gets one bound, or the whole tensor.
+    In a large tensor, each position of the last axis has one bound or, if that axis is large as well, the
+    whole tensor.
     """
     shape = tuple(value.shape)
     wide = value.detach()
@@ -164,11 +166,11 @@ def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
         wide = wide.to(torch.int8)
     if value.numel() == 0:
         return symmetric(shape, 0.0)
-    if value.numel() <= largest:
+    if value.numel() <= _MAX_ENDS:
         ends = wide.double()
         return Interval(shape, finite(ends, -1), finite(ends, 1))
     leading = tuple(range(value.ndim - 1))
     low, high = wide.amin(leading, keepdim=True).double(), wide.amax(leading, keepdim=True).double()
-    if low.numel() > largest:
+    if low.numel() > _MAX_ENDS:
         low, high = low.amin().reshape((1,) * value.ndim), high.amax().reshape((1,) * value.ndim)
     return Interval(shape, finite(low, -1), finite(high, 1))

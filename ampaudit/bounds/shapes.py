@@ -198,8 +198,8 @@ def split_at(call: OpCall) -> list[Interval]:
 def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
     """Return the memory that in-place ops write to, and the memory that is written in other ways.
 
-    The former includes the memory of in-place ops that copies have replaced. The latter is resized, or
-    written by ``out=`` or as statistics of a norm.
+    In-place ops that copies have replaced still count. The other ways are resizing, ``out=`` arguments and
+    the running statistics of a norm.
     """
     in_place: set[int] = set()
     hidden: set[int] = set()

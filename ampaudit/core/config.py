@@ -33,7 +33,7 @@ class Option:
 
     help: str  # for the help text and the documentation
     metavar: str | None = None  # placeholder of the value in the help text
-    flags: tuple[str, ...] = ()  # on the command line; a long one replaces that of the field's name
+    flags: tuple[str, ...] = ()  # on the command line; a long one replaces ``--field-name``
     command_line: bool = True  # whether it is an option of the command
     file: bool = True  # whether it is a key of the command's table in pyproject.toml
     commas: bool = False  # whether several values are one text, separated by commas

@@ -93,11 +93,11 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
 def format_bytes(count: int) -> str:
     """Format a byte count with three digits and a unit."""
     size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if size < 999.5:  # rounds to three digits
             return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:.3g} TB"
+    return f"{size:.3g} EB"
 
 
 def format_number(value: float) -> str:
@@ -146,8 +146,12 @@ def parse_size(text: str) -> int:
 
 def signal_to_noise_db(signal: float, noise: float) -> float | None:
     """Return 10 log10(signal / noise) of two sums of squares; ``None`` if it is not finite."""
-    db = ratio_db(signal, noise)
-    return db if math.isfinite(db) else None
+    return finite_or_none(ratio_db(signal, noise))
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a number for a report, where ``None`` stands for inf and NaN."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def ratio_db(signal: float, noise: float) -> float:

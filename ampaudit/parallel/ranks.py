@@ -242,7 +242,7 @@ class RankShare(CommandShare):
 
         Raises:
             RankLost: A rank has failed, is lost, or makes no progress.
-            InputError: A rank audits something else.
+            InputError: A rank audits another model, or with other inputs or options.
             PartDone: Rank 0 has ended.
         """
         while not self._board.has(key):
@@ -272,7 +272,7 @@ class RankShare(CommandShare):
 
 
 class RankMonitor:
-    """Detects ranks that have ended, failed, hung, or audit something else."""
+    """Detects ranks that have ended, failed or hung, or whose audit differs."""
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self._board, self._rank = board, rank
@@ -307,7 +307,7 @@ class RankMonitor:
 
         Raises:
             RankLost: The rank has ended or failed, has no heartbeat, or makes no progress.
-            InputError: The rank audits something else.
+            InputError: The rank's audit differs.
         """
         if failure := self._failure(rank):
             raise RankLost(f"rank {rank}: {failure}", hint="run it alone, with --debug, to see more")
@@ -353,7 +353,7 @@ class RankMonitor:
         return self._board.get(key).decode(errors="replace") if self._board.has(key) else ""
 
     def compare(self, rank: int) -> None:
-        """Raise an ``InputError`` if a rank audits something else; fields of other versions are ignored."""
+        """Raise an ``InputError`` if a rank's audit differs; fields that this version lacks are ignored."""
         if (
             self._rank > 0
             or rank in self._alike

@@ -365,7 +365,7 @@ class _Loop:
         unrepaired: list[Pair] | None,
         side: _Side,
     ) -> None:
-        """Compute the inputs of the next step in each run; ``side`` is that without repairs."""
+        """Compute the inputs of the next step in each run; ``side`` is the run without repairs."""
         again = _Side(self._fp32.inputs, private_copy(self._fp32.function))
         fp32, watch = self._call(self._fp32, call, outputs, 0)
         low, low_watch = self._call(self._low, call, outputs, 1)
@@ -476,7 +476,7 @@ def carried_inputs(fp32: Batch, low: Batch, call: str, record: StepObservation |
     """
     wide_leaves, low_leaves = (named_inputs(side.args, side.kwargs) for side in (fp32, low))
     if [name for name, _ in wide_leaves] != [name for name, _ in low_leaves]:
-        raise InputError(f"{NEXT_INPUTS} returned another structure in 16 bits than in FP32 after {call}")
+        raise InputError(f"{NEXT_INPUTS} returned different structures in 16 bits and in FP32 after {call}")
     leaves = [
         _carried_leaf(name, first, second, call, record)
         for (name, first), (_, second) in zip(wide_leaves, low_leaves, strict=True)
@@ -517,14 +517,14 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
 
 
 def refuse_hidden_state(first: Batch, second: Batch) -> None:
-    """Raise if a function returned something else when called again with the same arguments."""
+    """Raise if a function returned different results when called again with the same arguments."""
     for one, two in zip(
         *(tensor_leaves(batch.args, batch.kwargs) for batch in (first, second)), strict=False
     ):
         wide = one.to(torch.complex128), two.to(torch.complex128)
         if one.shape != two.shape or not torch.allclose(*wide, 1e-3, equal_nan=True):
             raise InputError(
-                f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
+                f"{NEXT_INPUTS} returns different results when it is called again with the same arguments",
                 hint="it is called for each run: keep its state in an object with __call__, of which each "
                 "run has a copy, or pass the scheduler itself as next_inputs",
             )

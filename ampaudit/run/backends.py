@@ -76,7 +76,7 @@ class Backend:
     def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
-        """Represent a fresh result of ``operands``, which may be overwritten."""
+        """Represent a new result of ``operands``, whose memory may be overwritten."""
         return self.represent(tensor, dtype)
 
     def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

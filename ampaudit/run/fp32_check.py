@@ -215,7 +215,7 @@ def is_broken(output: object) -> bool:
 
 @contextmanager
 def reporting_model_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Report failures of the converted model as the user's model's if that fails as well.
+    """Report a failure of the converted model as one of the user's model, if that fails as well.
 
     Kernels are stricter than shapes: torch.export traces a product of two dtypes that no kernel computes.
 
@@ -272,7 +272,7 @@ class EagerModel:
             The reason why the twin of an op could not be checked, by op; empty if it agrees.
 
         Raises:
-            TwinFailed: A twin computes something else than its op.
+            TwinFailed: A twin does not compute what its op computes.
         """
         otherwise = "the FP32 model does not call it"
         self._twins.begin_batch()
@@ -301,7 +301,7 @@ class EagerModel:
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs for a batch, by the names that a trace uses.
 
-        A tensor that occurs several times has all its names: a cast makes two of it in 16 bits only.
+        A tensor that occurs several times has all its names, since in 16 bits a cast may make two of it.
         """
         if self._last is None or self._last[0] != number:
             self._last = None

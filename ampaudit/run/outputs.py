@@ -16,6 +16,7 @@ import torch
 
 from ampaudit.core.text import ratio_db, share_db
 from ampaudit.run.measure import FIELDS, flat_pair, measure_cpu, measure_on_device
+from ampaudit.trace.values import components, widened_tensor
 
 MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 FLAT = 2.0**-16  # relative to the mean; smaller variation is amplified rounding of FP32 itself
@@ -158,7 +159,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
             comparisons[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
             continue
         if kind == "complex":
-            reference, value = map(_parts, (reference, value))
+            reference, value = (components(widened_tensor(side)) for side in (reference, value))
         numbers = _differing(reference, value) if kind == "integer" else _float_numbers(reference, value)
         waiting[name] = (kind, reference.shape, numbers)
     rows = [numbers for _, _, numbers in waiting.values()]
@@ -220,12 +221,6 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     extremes = first.amin().double(), first.amax().double()
     numbers = torch.stack([bad, fields["err_sq"], fields["ref_sq"], *extremes])
     return torch.cat([numbers, measure_rows(reference, value)])
-
-
-def _parts(value: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of floats, along a last axis."""
-    value = value.resolve_conj()
-    return torch.view_as_real(value.to(torch.complex64) if value.dtype is torch.complex32 else value)
 
 
 def _comparison(kind: OutputKind, batch: int, shape: torch.Size, row: list[float]) -> OutputComparison:

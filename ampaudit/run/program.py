@@ -170,10 +170,10 @@ class Program:
     groups: tuple[tuple[Step, ...], ...]
     outputs: tuple[fx.Node, ...]  # nodes of the model's outputs
     written: frozenset[fx.Node]  # nodes whose memory some step writes to, or that may share such memory
-    # of a node, or of the output: the written memory that it reads through another node than the last write,
-    # such as a view; of memory: the node that wrote it last, and the memory before that
+    # for a node, or the output: the written memory that it reads by a way other than the result of the last
+    # write, such as a view; for memory: the node that wrote it last, and the memory before that
     writers: Mapping[NodeOrMemory, tuple[NodeOrMemory, ...]]
-    # the last value of each buffer that a graph without writes in place computes anew
+    # last value of each buffer for which a graph without in-place writes computes a new one
     updated: Mapping[fx.Node, fx.Node]
     parameters: frozenset[fx.Node]  # placeholders of parameters
     data: frozenset[fx.Node]  # inputs of floating-point numbers

@@ -221,7 +221,7 @@ class FaultPropagation:
         return (least, most) == (0.0, 1.0) and bool((tensor == tensor * tensor).all())
 
     def _mask_carriers(self, free: Set[NodeOrMemory]) -> set[fx.Node]:
-        """Return nodes that carry a mask: those of ``free``, and those that fill in, add or view one."""
+        """Return the nodes of ``free``, and those that fill in, add, cast or view a mask."""
         carriers: set[fx.Node] = set()
         for step in self._program.steps:
             if not step.makes_values:

@@ -40,7 +40,7 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
 # in deep models, FP32 itself is accurate to 100 dB or more, and one rounding to 16 bits to 70 dB
 AGREEMENT_DB = 80.0
-RIGHT_DB = 20.0  # accuracy from which a value counts as right although one that it depends on was inf
+RIGHT_DB = 20.0  # accuracy from which a value counts as correct although it depends on inf or NaN
 Fate = Literal["reaches the output", "recovered"]
 # sorted, so that equal records are written as equal files
 _Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]

@@ -256,7 +256,7 @@ class _SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """One run of one batch under the policy with an index."""
+    """One run of one batch under one policy, identified by its index."""
 
     policy: int
     ready: BatchRun

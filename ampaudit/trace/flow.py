@@ -26,7 +26,7 @@ _PASS_THROUGH = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 class Flow:
     """Answers questions about the flow of values through a traced graph.
 
-    Graphs of other batches of the model are for sites that the first one lacks.
+    The graphs of other batches supply the sites that the first one lacks.
     """
 
     def __init__(self, traced: TracedModel, *others: TracedModel) -> None:
@@ -164,7 +164,7 @@ class UnusedSlices(NamedTuple):
 
 
 class ParameterUse(NamedTuple):
-    """The layers of which a parameter is used, the elements of each layer, and stacks used in part."""
+    """The layers with a used parameter, the number of elements of each layer, and stacks used in part."""
 
     used: frozenset[str]
     sizes: dict[str, int]

@@ -134,7 +134,7 @@ def flat_regions() -> Iterator[Replacement]:
 
 @contextmanager
 def looking_up_fake_tensors(kind: type[ModuleType]) -> Iterator[None]:
-    """Make the modules in which code finds the class of fake tensors modules of a kind while active."""
+    """Give the modules in which code looks up the class of fake tensors another type while active."""
     modules = (_subclasses, fake_tensor)
     try:
         for module in modules:

@@ -13,7 +13,7 @@ from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number, format_scale, plural
+from ampaudit.core.text import finite_or_none, format_number, format_scale, plural
 from ampaudit.findings.finding import FailOn, Finding, Severity, Verdict, gate_at
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
@@ -281,8 +281,7 @@ def diverged_at(losses: Sequence[float | None], reference: Sequence[float | None
 
 def smoothed_end(losses: Sequence[float | None]) -> float | None:
     """Return the mean of the last tenth; ``None`` if there is none, or one is not finite."""
-    mean = _mean(losses[-max(len(losses) // 10, 1) :])
-    return mean if mean is not None and math.isfinite(mean) else None
+    return finite_or_none(_mean(losses[-max(len(losses) // 10, 1) :]))
 
 
 def _smoothed(losses: Sequence[float | None], width: int) -> list[float | None]:

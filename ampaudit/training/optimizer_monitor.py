@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import FLOAT16, Dtype, NumberFormat, format_named, low_precision_format
-from ampaudit.core.text import plural
+from ampaudit.core.text import finite_or_none, plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components, dtype_name, torch_dtype
@@ -34,7 +34,7 @@ from ampaudit.training.prepare import eps_of, local_part, parameters_of
 
 SAMPLE = 1024  # sampled elements of each parameter
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
-_own = threading.local()  # ``nodes``: number of autograd nodes that this thread's loss books created
+_thread = threading.local()  # ``nodes``: number of autograd nodes that this thread's loss books created
 
 
 class OptimizerMonitor:
@@ -291,7 +291,8 @@ class StepMeter:
         self._parameters = parameters
         self._low = low
         self._before: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # fields; where a sample is not 0
+        # measured fields, and where the sample is not 0
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
 
     @torch.no_grad()
@@ -568,16 +569,16 @@ class LossBook:
         for step in range(self.step):
             values = [float(loss.value) for loss in self._values.get(step, ())]
             mean = sum(values) / len(values) if values else math.nan
-            yield bool(values), mean if math.isfinite(mean) else None
+            yield bool(values), finite_or_none(mean)
 
 
 def _count() -> tuple[int, int]:
     """Return autograd's count of nodes in this thread, and the count without nodes of loss books."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
-    _own.nodes = getattr(_own, "nodes", 0) + 1
+    _thread.nodes = getattr(_thread, "nodes", 0) + 1
     number = int(node._sequence_nr())
-    return number, number - _own.nodes
+    return number, number - _thread.nodes
 
 
 def _next_to_leaves(node: Any, after: int = -1) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import finite_or_none
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, TrainingReport, Variant
@@ -288,8 +289,7 @@ def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> 
     with torch.no_grad(), calling_user_code("metric(output, batch)"):
         outputs = ((model(*batch.args, **batch.kwargs), batch.whole) for batch in batches[:_METRIC_BATCHES])
         values = [float(source.metric(output, whole)) for output, whole in outputs]
-    mean = sum(values) / len(values)
-    return mean if math.isfinite(mean) else None
+    return finite_or_none(sum(values) / len(values))
 
 
 def _random_states(device: torch.device) -> dict[torch.device, torch.Tensor]:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ampaudit.core.session import Progress, silent
+from ampaudit.core.text import finite_or_none
 from ampaudit.instruments.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 from ampaudit.report.tuning import TriedSet
 
@@ -236,7 +237,7 @@ class TuningSearch:
     def _shrink(self, choice: Choice) -> Choice:
         """Remove as many of the least useful members as the accuracy allows, by bisection."""
         order = self._least_useful(choice)
-        low, high = 0, len(order)  # numbers of members that can be removed, and that perhaps can
+        low, high = 0, len(order)  # ``low`` members can be removed, and at most ``high``
         while low < high:
             count = min(2 * low or 1, (low + high + 1) // 2)
             fewer = self.problem.reduced(choice, order[:count])
@@ -250,7 +251,10 @@ class TuningSearch:
         return sorted(members, key=lambda name: (self.problem.noise(choice - {name}), name))
 
     def minimize(self, choice: Choice) -> tuple[Choice, dict[str, Accuracy]]:
-        """Drop each op that is not needed, in one run per op; also return the accuracy without each other."""
+        """Drop each op that is not needed, in one run per op.
+
+        Also return, for each op that is needed, the accuracy without it.
+        """
         while True:
             smaller, needed = self._drop_ops(choice, "exhaustive")
             if smaller == choice:
@@ -279,11 +283,6 @@ def accuracy_of(noise: float) -> float | None:
     return None if noise == 0.0 else -10.0 * math.log10(noise)
 
 
-def finite_db(db: float | None) -> float | None:
-    """Return an accuracy for a report; ``None`` also for infinite ones."""
-    return None if db is None or math.isinf(db) else db
-
-
 def tried_set(
     problem: TuningProblem, choice: Choice, result: Accuracy, step: TriedStep, what: str
 ) -> TriedSet:
@@ -291,7 +290,7 @@ def tried_set(
     predicted = accuracy_of(problem.noise(choice))
     broken = result.db == -math.inf
     ops, metric = len(problem.ops(choice)), None if result.metric is None else result.metric[1]
-    return TriedSet(step, what, ops, predicted, finite_db(result.db), broken, result.reached, metric)
+    return TriedSet(step, what, ops, predicted, finite_or_none(result.db), broken, result.reached, metric)
 
 
 @contextlib.contextmanager

@@ -58,8 +58,8 @@ BASE = "16-bit"
 class Trials:
     """Run one model in one 16-bit format: with probes, and with chosen values in float32.
 
-    Where machines share the batches, the first decides what to run, and the others follow it; on those, each
-    method raises ``PartDone`` once this machine's batches are done.
+    If machines share the batches, the first decides what to run, and the others follow it. On the others,
+    each method raises ``PartDone`` once the machine's own batches are done.
 
     Attributes:
         changes: Rescalings of the model.
@@ -191,7 +191,7 @@ def follow(source: ModelSource, config: TuneConfig, session: Session) -> NoRetur
             elif name == "probe":
                 if words != [change.change for change in trials.changes]:
                     raise RunFailed(
-                        "this machine rescales the model in another way than the first",
+                        "this machine and the first one rescale the model differently",
                         hint="use machines of one kind",
                     )
                 trials.probe()

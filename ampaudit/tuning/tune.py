@@ -27,7 +27,7 @@ from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId, globs_of
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import plural
+from ampaudit.core.text import finite_or_none, plural
 from ampaudit.findings.finding import Severity
 from ampaudit.instruments.sensitivity.measuring import noise_rows
 from ampaudit.instruments.sensitivity.probe import PrecisionValue, ValueKind
@@ -53,7 +53,6 @@ from ampaudit.tuning.search import (
     TuningProblem,
     TuningSearch,
     accuracy_of,
-    finite_db,
     noise_of,
     tried_set,
 )
@@ -223,7 +222,7 @@ class _Tuning:
         return self._with_rescale(self._report(final))
 
     def _audit_frontier(self, failed: Final) -> Final | None:
-        """Return the cheapest choice on the frontier, above one whose audit failed, whose audit passes."""
+        """Find, on the frontier, the cheapest choice above ``failed`` whose audit passes."""
         problem = self._search.problem
         points = [point.choice for point in self._search.solver.frontier()]
         points = [choice for choice in points if problem.cost(choice) > problem.cost(failed.choice)]
@@ -368,11 +367,11 @@ class _Tuning:
             metric=final.accuracy.metric,
             cost_kind=config.cost,
             reached=final.accuracy.reached,
-            low_db=finite_db(start.db),
+            low_db=finite_or_none(start.db),
             low_broken=start.db == -math.inf,
             low_predicted_db=accuracy_of(problem.noise(frozenset())),
             predicted_db=accuracy_of(problem.noise(final.choice)),
-            measured_db=finite_db(final.accuracy.db),
+            measured_db=finite_or_none(final.accuracy.db),
             ops=len(problem.ops(frozenset(problem.free))),
             kept=tuple(self._kept_op(graph.values[name], final) for name in problem.ops(final.choice)),
             lower_bound=self._min_ops(final),
@@ -426,7 +425,7 @@ class _Tuning:
             why="range" if out else "accuracy",
             text=text,
             without_db=without,
-            measured_without_db=None if measured is None else finite_db(measured.db),
+            measured_without_db=None if measured is None else finite_or_none(measured.db),
             source=finding_source(site),
             broken_without=measured is not None and measured.db == -math.inf,
         )
@@ -455,7 +454,7 @@ class _Tuning:
                 casts=len(problem.borders(problem.graph.in_float32(choice))),
                 cost=problem.cost(choice),
                 predicted_db=accuracy_of(noise),
-                measured_db=None if result is None else finite_db(result.db),
+                measured_db=None if result is None else finite_or_none(result.db),
                 policy=self._policy_text(choice, problem),
                 chosen=choice == final.choice,
                 broken=result is not None and result.db == -math.inf,

@@ -51,6 +51,7 @@ def test_a_whole_bound_is_printed_in_full() -> None:
         (16_384_000, "16.4 MB"),
         (999_999_999, "1 GB"),
         (1_500_000_000_000, "1.5 TB"),
+        (2**63, "9.22 EB"),
     ],
 )
 def test_bytes_are_never_printed_with_an_exponent(count: int, text: str) -> None:

@@ -342,7 +342,7 @@ def test_a_function_that_keeps_state_outside_is_refused() -> None:
         calls.append(1)
         return outputs * len(calls)
 
-    with pytest.raises(AuditError, match="something else when it is called again"):
+    with pytest.raises(AuditError, match="different results when it is called again"):
         ampaudit.scan(nn.Linear(4, 4), torch.ones(2, 4), steps=3, next_inputs=counted)
 
 

@@ -286,7 +286,7 @@ def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[F
     later = bound_by(between[1:])
     if not _is_pure(number) or names & (later | {target.id}) or target.id in later:
         return []
-    # code that did not run may read the name, too; if the scaling binds it again, only before
+    # code that did not run may read the name as well; if the scaling rebinds it, only code before that
     scope = between[1:] if whole is None else [file.function(first) or file.tree]
     if len(_reads(scope, target.id)) > (whole is not None):
         return []

@@ -28,8 +28,8 @@ from ampaudit.run.record import StateFault
 from ampaudit.trace import Role, Site
 
 NOTICEABLE_DB = 10.0
-MAX_UNCHANGED = 0.5  # share of a buffer's elements to be changed that stay as they were
-STALLS = 0.1  # share of the additions that change nothing, from which a sum is said to stall
+MAX_UNCHANGED = 0.5  # share of the elements that FP32 changes which may stay unchanged in a buffer
+STALLS = 0.1  # share of additions without effect from which a sum is said to stall
 
 
 def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
@@ -253,7 +253,7 @@ def find_stalled_sum(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_between_steps(context: CheckContext) -> Iterator[Finding]:
-    """Yield one finding per input, for the first step in which it breaks: FP32's own stays out of range."""
+    """Yield one finding per input, for the first step in which it breaks: it breaks in later ones as well."""
     form, first = context.number_format, dict[str, tuple[int, StateFault]]()
     for row in context.record.steps:
         for fault in row.faults:
@@ -294,7 +294,7 @@ def _harmful(context: CheckContext) -> list[StepGrowth]:
 def find_growth(context: CheckContext) -> Iterator[Finding]:
     """Yield growth that soon takes values out of range, or outputs below the required accuracy.
 
-    What a step of the run shows is a finding of its own.
+    Growth that already breaks a step of the run is left to the findings about that step.
     """
     if any(row.origins or row.faults for row in context.record.steps):
         return

@@ -258,7 +258,7 @@ class MatchedWeight:
     other: fx.Node  # placeholder of the reference
     transposed: bool = False  # whether it is stored transposed
     what: str = ""  # difference beyond rounding; empty if there is none
-    clamped: bool = False  # whether only numbers beyond the format differ, and are large as well, as in masks
+    clamped: bool = False  # whether only numbers beyond the format differ and stay large, as in masks
 
 
 def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.Node, MatchedWeight]:

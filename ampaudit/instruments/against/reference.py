@@ -166,7 +166,7 @@ class _Search:
         self._dtype = dtype
 
     def differences(self, wrong: Mapping[str, fx.Node]) -> list[ModelDifference]:
-        """Return the differences in graph order; ops that compute other values only if outputs are wrong.
+        """Return the differences, first those with wrong outputs; other values count only with wrong outputs.
 
         ``wrong`` are the nodes of outputs of the audited graph that differ, by name.
         """

@@ -8,10 +8,11 @@ from typing import Any
 
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.instruments import Measuring
-from ampaudit.audit.scan_report import finite_or_none, headroom_bits, round_db
+from ampaudit.audit.scan_report import headroom_bits, round_db
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.instruments import Instrument
+from ampaudit.core.text import finite_or_none
 from ampaudit.instruments.backward.audit import GradientAudit
 from ampaudit.instruments.backward.checks import CHECKS, gradients_in, suitable_scales
 from ampaudit.instruments.backward.record import GradientRecord, GradientStats

@@ -13,7 +13,7 @@ import numpy as np
 from ampaudit.audit.checks.interface import finding_source
 from ampaudit.audit.instruments import Measuring
 from ampaudit.core.formats import NumberFormat
-from ampaudit.core.text import ratio_db
+from ampaudit.core.text import finite_or_none, ratio_db
 from ampaudit.instruments.backward.audit import GradientAudit
 from ampaudit.instruments.sensitivity import INSTRUMENT, Sensitivity
 from ampaudit.instruments.sensitivity.gradients import GradientProbe
@@ -90,7 +90,7 @@ class _Measuring(Measuring):
             number_format.name,
             noise_rows(sensitivities, graph, wide),
             ratio_db(1.0, predicted) if predicted else None,
-            measured if math.isfinite(measured) else None,
+            finite_or_none(measured),
             part.probes,
             measured == -math.inf,
             "gradients" if of_gradients else "outputs",

@@ -108,7 +108,7 @@ class PathRecorder:
         self._layer = layer
 
         reads = [Replacement(FakeTensor, name, _reading(self, name)) for name in ("item", "tolist", "numpy")]
-        # Python's own functions ask these methods, of which torch's have no values
+        # Python's built-in functions call these methods, and torch's have no values
         numbers = [
             Replacement(FakeTensor, "__int__", lambda tensor: int(tensor.item())),
             Replacement(FakeTensor, "__float__", lambda tensor: float(self.read("float", tensor))),
@@ -251,7 +251,7 @@ def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class HalfArray(np.ndarray[Any, Any]):
-    """The FP32 values of an array that is float16 in the 16-bit run, as is what NumPy computes from it.
+    """The FP32 values of an array that is float16 in the 16-bit run, like all that NumPy computes from it.
 
     Unless its code asks for another dtype, a tensor made of it is float16 as well.
     """
