@@ -26,7 +26,7 @@ from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_bound, format_number
 from ampaudit.policy import RuleSet
-from ampaudit.report.extrapolation import Stressed
+from ampaudit.report.extrapolation import StressResult
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.backends import Float32Backend, choose_backend
 from ampaudit.run.config import RunConfig
@@ -164,7 +164,7 @@ def search_overflows(
     run_config: RunConfig,
     context: CheckContext,
     on_progress: Progress,
-) -> tuple[Stressed, ...]:
+) -> tuple[StressResult, ...]:
     """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
     refuse_path(audit.converted.traced, "--stress")
     table, config = context.bounds, context.config
@@ -175,7 +175,7 @@ def search_overflows(
     search = Search(audit.converted, domain, run_config.device)
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
-    results: list[Stressed] = []
+    results: list[StressResult] = []
     targets = list(_targets(context, table))
     for number, site in enumerate(targets):
         on_progress(f"stressing {site.id}", number, len(targets))
@@ -188,7 +188,7 @@ def search_overflows(
             path = Path(config.stress_dir) / f"overflow-{name}.safetensors"
             save_inputs(tensors, path)
             saved = str(path)
-        results.append(Stressed(site.id, observed_peak, max(peak, observed_peak), broken, saved))
+        results.append(StressResult(site.id, observed_peak, max(peak, observed_peak), broken, saved))
     return tuple(results)
 
 

@@ -16,7 +16,7 @@ from ampaudit.core.errors import AuditError, UsageError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.findings.finding import Finding, Severity, gate_on, verdict_on
-from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
+from ampaudit.report.extrapolation import SizeGrowth, SizeResult, Sweep
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.run.extreme_value import MIN_SIZES, crossing_of
 from ampaudit.source import ModelSource
@@ -81,7 +81,7 @@ def _worst(
 
     worst = max(reports, key=rank)
     values = [_value(value, report) for value, report in reports.items()]
-    values += [SweptValue(value, "not run", problem=problem) for value, problem in problems.items()]
+    values += [SizeResult(value, "not run", problem=problem) for value, problem in problems.items()]
     values.sort(key=lambda swept: swept.value)
     growth = sorted(_growth(reports, promoted, config), key=lambda result: result.crossing)
     result = Sweep(axis, tuple(values), worst, tuple(growth[:_MAX_SITES]))
@@ -116,10 +116,10 @@ def _finding(growth: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep)
     return replace(finding, phase="forward", op=site.op, source=site.source)
 
 
-def _value(value: int, report: Report) -> SweptValue:
+def _value(value: int, report: Report) -> SizeResult:
     least, worst = report.least_headroom, report.worst_output
     errors = [finding for finding in report.active if finding.severity is Severity.ERROR]
-    return SweptValue(
+    return SizeResult(
         value,
         "fail" if report.verdict == "fail" else "pass",
         errors=len(errors),

@@ -26,13 +26,13 @@ MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+com
 DEFAULT_MODES = MODES[:-1]
 
 
-def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
+def parse_modes(value: str | Iterable[str]) -> tuple[str, ...]:
     """Parse names such as ``fp32,autocast``, and drop duplicates.
 
     Raises:
         UsageError: There is no name, or one is unknown.
     """
-    names = tuple(dict.fromkeys(split_commas(given)))
+    names = tuple(dict.fromkeys(split_commas(value)))
     for name in names:
         if name not in MODES:
             hint = f"{did_you_mean(name, MODES)}one of: {', '.join(MODES)}"
@@ -42,14 +42,14 @@ def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _read_sizes(given: Any) -> Any:
+def _read_sizes(value: Any) -> Any:
     """Parse batch sizes such as ``8,32``."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     try:
-        return [int(size) for size in given.split(",")]
+        return [int(size) for size in value.split(",")]
     except ValueError:
-        raise _sizes_error(given) from None
+        raise _sizes_error(value) from None
 
 
 def _check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ def _check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _sizes_error(given: str) -> UsageError:
-    return UsageError(f"--batch-size {given}: give positive integers, such as 8,32")
+def _sizes_error(value: str) -> UsageError:
+    return UsageError(f"--batch-size {value}: give positive integers, such as 8,32")
 
 
 class BenchConfig(Config):
@@ -87,7 +87,7 @@ class BenchConfig(Config):
     ] = ()
     target: Annotated[
         InstanceOf[Device] | None,
-        BeforeValidator(lambda given: device_named(given) if isinstance(given, str) else given),
+        BeforeValidator(lambda value: device_named(value) if isinstance(value, str) else value),
         Option(
             "Device to estimate the time for; ampaudit devices lists them.",
             metavar="DEVICE",

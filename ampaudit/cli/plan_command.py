@@ -51,7 +51,7 @@ def _select_layers(plan: PlanReport, glob: str) -> PlanReport:
 
     from ampaudit.core.text import escape_control
 
-    if report := plan.restricted(glob):
+    if report := plan.select_layers(glob):
         return report
     layers = sorted({site.layer for site in plan.sites})
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)

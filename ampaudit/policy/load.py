@@ -113,16 +113,16 @@ def _find(name_or_path: str, beside: Path) -> Path:
     )
 
 
-def _load(path: Path, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]) -> LoadedPolicy:
+def _load(path: Path, children: tuple[Path, ...], loaded: dict[Path, LoadedPolicy]) -> LoadedPolicy:
     if path.parent == rules_directory():
         return _read_shipped(path)
     place = path.resolve()
-    if place not in known:  # policies may share parents, and these theirs
-        known[place] = _read(path, children, known)
-    return known[place]
+    if place not in loaded:  # policies may share parents, and these theirs
+        loaded[place] = _read(path, children, loaded)
+    return loaded[place]
 
 
-def _read(path: Path, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]) -> LoadedPolicy:
+def _read(path: Path, children: tuple[Path, ...], loaded: dict[Path, LoadedPolicy]) -> LoadedPolicy:
     document = read_yaml(path)
     try:
         file = RuleFile.model_validate(document.data)
@@ -132,7 +132,7 @@ def _read(path: Path, children: tuple[Path, ...], known: dict[Path, LoadedPolicy
     _check_rules(document, file, ops)
     if isinstance(file.loss_scale, str):
         profile(file.loss_scale, document.at(("loss_scale",)))
-    parents = [_parent(document, index, name, children, known) for index, name in enumerate(file.extends)]
+    parents = [_parent(document, index, name, children, loaded) for index, name in enumerate(file.extends)]
     return _with_inherited(document, file, ops, parents)
 
 
@@ -142,7 +142,11 @@ def _read_shipped(path: Path) -> LoadedPolicy:
 
 
 def _parent(
-    document: YamlDocument, index: int, name: str, children: tuple[Path, ...], known: dict[Path, LoadedPolicy]
+    document: YamlDocument,
+    index: int,
+    name: str,
+    children: tuple[Path, ...],
+    loaded: dict[Path, LoadedPolicy],
 ) -> LoadedPolicy:
     place = ("extends", index)
     chain = (*children, document.path.resolve())
@@ -157,7 +161,7 @@ def _parent(
         raise document.error(place, f"more than {_MAX_PARENTS} policies on top of each other")
     if not path.is_file():
         raise document.error(place, f"there is no file {describe_path(path)}", "check the path")
-    return _load(path, chain, known)
+    return _load(path, chain, loaded)
 
 
 def _with_inherited(

@@ -29,7 +29,7 @@ def to_markdown(document: Renderable) -> str:
 
 def escaped(text: str) -> str:
     """Escape text so that nothing in it is Markdown, HTML, a mention or a reference."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", escape_control(text))
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", escape_control(text))
 
 
 def code(text: str) -> str:

@@ -1,3 +1,3 @@
-"""Documents as values: the results of every command."""
+"""Documents: the results of every command, as frozen values."""
 
 from __future__ import annotations

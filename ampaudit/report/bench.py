@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo, of_made_up
 
 PARTS = ("weights", "masters", "gradients", "optimizer", "activations")  # of Memory
@@ -40,7 +40,7 @@ class Work:
 
     Attributes:
         flops: Floating-point operations of matrix products and convolutions.
-        fast_share: Share of them that tensor cores take: in 16 bits, or in TF32.
+        fast_share: Share of them that tensor cores compute: those in 16 bits or in TF32.
         bytes_moved: Bytes read and written by all ops, without fusion.
         cast_bytes: Bytes read and written by conversions between dtypes.
     """
@@ -66,14 +66,12 @@ class BenchRow:
 
     Attributes:
         mode: ``fp32``, ``tf32``, ``autocast``, ``half``, ``bf16``, ``converted`` or ``converted+compile``.
-        how: Description of what was run.
-        note: Reason why it did not run, or a remark.
-        seconds: Median time of a step: a forward pass, or with training forward, backward and update.
-        least: Time of the shortest step in seconds.
-        most: Time of the longest step in seconds.
-        peak_bytes: Measured peak of the memory that torch allocated, on the GPU or the CPU.
-        workspace_bytes: Part of that peak that kernels allocated for themselves, which depends on the
-            processor and is not predicted; null on a GPU, where it cannot be told apart.
+        how: Description of what was run. note: Reason why it did not run, or a remark. seconds: Median time
+        of a step: a forward pass, or with training forward, backward and update. least: Time of the shortest
+        step in seconds. most: Time of the longest step in seconds. peak_bytes: Measured peak of the memory
+        that torch allocated, on the GPU or the CPU. workspace_bytes: Part of that peak that kernels allocated
+        internally. It depends on the processor and is
+            not predicted; null on a GPU, where it cannot be measured separately.
         memory: Predicted contents of the memory at the peak, from a run on tensors without data; null if that
             failed.
         work: Predicted operations and bytes of a step; null if that failed.
@@ -110,8 +108,8 @@ class BenchRow:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class BenchReport(Shown):
-    """Modes side by side, measured in turns in one run.
+class BenchReport(Displayable):
+    """Modes side by side, measured alternately in one run.
 
     Attributes:
         inputs: Origin of the batch; null in reports that do not state it.

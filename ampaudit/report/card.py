@@ -1,4 +1,4 @@
-"""Shows a document in Python: in one line, as a card in a notebook, as a file, as a data frame."""
+"""Shows a document in Python: as one line, a card in a notebook, a file, or a data frame."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ampaudit.core.text import escape_control
 CardRows = Iterable[tuple[object, ...]]
 
 
-class Shown:
-    """A document with a headline and the rows of its card."""
+class Displayable:
+    """A document that can be shown in Python; subclasses define its headline and the rows of its card."""
 
     __slots__ = ()
     kind: str

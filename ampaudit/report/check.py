@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from ampaudit.core.errors import UsageError
 from ampaudit.findings.finding import FailOnGaps, Gate, Severity, Source, pass_or_fail
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFinding:
-    """A finding or a gap; of several with one code at one site, the worst numbers.
+    """A finding or a gap. Several with the same code and site are merged, with the worst numbers.
 
     Attributes:
         site: Name of the site; for a gap, of the op.
@@ -31,7 +31,7 @@ class KnownFinding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The key by which a finding is known."""
+        """The key of a finding in a baseline."""
         return self.code, self.site
 
     @classmethod
@@ -69,7 +69,7 @@ class KnownTarget:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The key by which a result finds its entry in the baseline."""
+        """The key of its entry in a baseline."""
         return self.target, self.policy, self.dtype
 
 
@@ -82,7 +82,7 @@ class Baseline:
     targets: tuple[KnownTarget, ...] = ()
 
     def updated(self, targets: Iterable[KnownTarget]) -> Baseline:
-        """Return a copy in which the given targets replace or extend the entries."""
+        """Return a copy in which these targets replace entries with the same key, or are added."""
         entries = {target.key: target for target in (*self.targets, *targets)}
         return Baseline(targets=tuple(entries[key] for key in sorted(entries)))
 
@@ -113,7 +113,7 @@ class Budgets:
     max_fp32_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Reject limits that nothing can exceed.
+        """Reject NaN, which nothing exceeds.
 
         Raises:
             UsageError: A limit is NaN.
@@ -125,7 +125,7 @@ class Budgets:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Budgets:
-        """Create from a mapping, ignoring keys that are not fields."""
+        """Create budgets from a mapping; keys that are not fields are ignored."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
@@ -187,7 +187,7 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One target and how to check it, sent to a worker process as JSON.
+    """One target and how to check it; a worker process receives it as JSON.
 
     Attributes:
         target: A model file, a converted directory, or a ``.pt2`` or ``.onnx`` file.
@@ -244,7 +244,7 @@ class TargetResult:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CheckResults(Shown):
+class CheckResults(Displayable):
     """The results of all targets."""
 
     schema: Literal[1]

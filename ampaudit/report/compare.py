@@ -21,7 +21,7 @@ Saved = Report | Comparison | str | Path
 
 
 class DiffConfig(Config):
-    """Which changes are too small to tell."""
+    """Thresholds below which changes are not reported."""
 
     bits: Annotated[float, Ge(0), Option("Smallest change of headroom to report.")] = 0.5
     decibels: Annotated[float, Ge(0), Option("Smallest change of accuracy to report.", flags=("--db",))] = 3.0
@@ -34,7 +34,7 @@ def differences(old: Document, new: Document, config: DiffConfig) -> Differences
         InputError: One of them is not a report of a scan, or they have no policy or no site in common.
     """
     before, after = _by_policy(old), _by_policy(new)
-    if len(before) == len(after) == 1:  # the policy itself may be what was changed
+    if len(before) == len(after) == 1:  # two policies may be compared with each other
         before = dict.fromkeys(after, *before.values())
     if not before.keys() & after.keys():
         names = f"{', '.join(before)} and {', '.join(after)}"
@@ -114,21 +114,21 @@ def _findings(old: Report, new: Report) -> Iterator[SiteChange]:
         title = f"{finding.severity.value} {finding.code}"
         if was is None:
             way: Direction = "other" if finding.severity is Severity.NOTE else "worse"
-            yield _about(finding, way, f"new {title}: {escape_control(finding.cause)}")
+            yield _finding_change(finding, way, f"new {title}: {escape_control(finding.cause)}")
         elif was.severity is not finding.severity:
             way = "worse" if finding.severity.rank > was.severity.rank else "better"
-            yield _about(finding, way, f"{title} was of severity {was.severity.value}")
+            yield _finding_change(finding, way, f"{title} was of severity {was.severity.value}")
     for key, finding in before.items():
         if key not in after:
             way = "other" if finding.severity is Severity.NOTE else "better"
-            yield _about(
+            yield _finding_change(
                 finding,
                 way,
                 f"gone: {finding.severity.value} {finding.code}: {escape_control(finding.cause)}",
             )
 
 
-def _about(finding: Finding, way: Direction, what: str) -> SiteChange:
+def _finding_change(finding: Finding, way: Direction, what: str) -> SiteChange:
     return SiteChange(way, finding.layer, finding.site, what)
 
 
@@ -143,19 +143,21 @@ def _site(old: SiteReport, new: SiteReport, config: DiffConfig, sound: bool) -> 
     comparable = old.precision == new.precision and not new.by_design and sound
     if was is not None and now is not None and comparable:
         peaks = f"; peak {format_number(was.peak)} became {format_number(now.peak)}"
-        yield from _moved(layer, site, "headroom", was.headroom_bits, now.headroom_bits, config, peaks)
-        yield from _moved(layer, site, "accuracy", was.sqnr_db, now.sqnr_db, config)
+        yield from _number_change(
+            layer, site, "headroom", was.headroom_bits, now.headroom_bits, config, peaks
+        )
+        yield from _number_change(layer, site, "accuracy", was.sqnr_db, now.sqnr_db, config)
     before, after = old.gradient, new.gradient
     if before is not None and after is not None and before.precision == after.precision != "float32":
         what = "headroom of its gradient"
-        yield from _moved(layer, site, what, before.headroom_bits, after.headroom_bits, config)
+        yield from _number_change(layer, site, what, before.headroom_bits, after.headroom_bits, config)
 
 
 def _repaired(old: Report, new: Report) -> set[str]:
     """Return sites whose numbers cannot be compared, since a fault before them was repaired.
 
-    After a fault, numbers are those of a run in which it was repaired. So nothing is compared at a fault or
-    at what it poisons, nor after the first fault that only one of the two runs has.
+    After a fault, numbers are those of a repaired run. So numbers are compared neither at a fault and the
+    sites that it poisons, nor after the first fault that only one of the two runs has.
     """
     sites: set[str] = set()
     faults = [{s.site for s in report.sites if s.verdict == "overflows"} for report in (old, new)]
@@ -168,7 +170,7 @@ def _repaired(old: Report, new: Report) -> set[str]:
     return sites
 
 
-def _moved(
+def _number_change(
     layer: str,
     site: str,
     what: str,
@@ -177,7 +179,7 @@ def _moved(
     config: DiffConfig,
     more: str = "",
 ) -> Iterator[SiteChange]:
-    """Yield the change of an accuracy or a headroom, unless it is small; ``None`` counts as infinite."""
+    """Yield the change of an accuracy or a headroom if it is large enough; ``None`` counts as infinite."""
     unit, slack = ("dB", config.decibels) if what == "accuracy" else ("bits", config.bits)
     first, second = (math.inf if value is None else value for value in (old, new))
     if first == second or abs(second - first) < slack:
@@ -198,7 +200,7 @@ def _outputs(old: Report, new: Report, config: DiffConfig, repaired: set[str]) -
                 text = f"now {output.fault}" if worse else f"no longer {was.fault}"
                 yield SiteChange("worse" if worse else "better", "", output.name, text)
         elif output.site not in repaired:
-            yield from _moved("", output.name, "accuracy", was.sqnr_db, output.sqnr_db, config)
+            yield from _number_change("", output.name, "accuracy", was.sqnr_db, output.sqnr_db, config)
 
 
 @with_options(DiffConfig)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ampaudit.core.text import differing_share, format_bytes
 from ampaudit.findings.finding import Gap
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 from ampaudit.report.model import InputsInfo, of_made_up
 
 ProblemKind = Literal["missing", "truncated", "changed", "tensor", "extra", "rounding", "program", "output"]
@@ -46,7 +46,7 @@ class OutputRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProgramShapes:
-    """The shapes that a converted program takes.
+    """The input shapes of a converted program.
 
     Attributes:
         inputs: Size of each dimension of each input tensor, or the name of the dimension if it may vary.
@@ -78,7 +78,7 @@ class ProgramShapes:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Conversion(Shown):
+class Conversion(Displayable):
     """A converted directory.
 
     Attributes:
@@ -171,7 +171,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(Shown):
+class Verification(Displayable):
     """The verification of a directory: counts of checks, problems, and the program's outputs."""
 
     directory: str

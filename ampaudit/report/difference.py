@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.card import Shown
+from ampaudit.report.card import Displayable
 
 Direction = Literal["worse", "better", "other"]
 
@@ -67,7 +67,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Differences(Shown):
+class Differences(Displayable):
     """One difference per policy that both files contain."""
 
     schema: Literal[1]

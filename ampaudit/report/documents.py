@@ -61,12 +61,12 @@ def report_schema_text() -> str:
 
 
 def kind_of(data: Mapping[str, Any]) -> str | None:
-    """Return the kind of document in parsed JSON; ``None`` if it is not ours."""
+    """Return the kind of document in parsed JSON; ``None`` if it is not an ampaudit document."""
     return next((kind for kind in DOCUMENTS if kind == data.get("kind")), None)
 
 
 def read_baseline(path: Path, name: str, how: str) -> Baseline:
-    """Read a saved baseline; errors refer to it as ``name``, and say ``how`` to write one.
+    """Read a saved baseline; errors call it ``name``, and their hint is ``how`` to write one.
 
     Raises:
         InputError: See ``parse_document``.
@@ -91,7 +91,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """Parse a document without running anything in it; errors refer to it as ``name``.
+    """Parse a document without running anything in it; errors call it ``name``.
 
     Raises:
         InputError: The text is truncated, of a newer schema, or not an ampaudit document.
@@ -104,7 +104,7 @@ def parse_document(text: str, name: str) -> Document:
     try:
         check_values(document)
     except ValueError as error:
-        fault = f"{name}: holds values that no run makes ({describe(first_line(error))})"
+        fault = f"{name}: holds values that no run produces ({describe(first_line(error))})"
         raise InputError(fault, hint=_HOW) from error
     return document
 

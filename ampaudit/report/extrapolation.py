@@ -1,4 +1,4 @@
-"""Results beyond the given batches: proofs, searches, tail estimates, other contracts."""
+"""Results beyond the audited batches: proofs, searches, tail estimates, sweeps, other contracts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,59}$")]
 
 
 @dataclass(frozen=True, slots=True)
-class Stressed:
+class StressResult:
     """The search result of one site (``--stress``).
 
     Attributes:
@@ -75,7 +75,7 @@ class Proofs:
 
 
 @dataclass(frozen=True, slots=True)
-class SweptValue:
+class SizeResult:
     """The result at one size of the inputs (``--sweep``).
 
     Attributes:
@@ -144,7 +144,7 @@ class Sweep:
     """
 
     axis: AxisName
-    values: tuple[SweptValue, ...]
+    values: tuple[SizeResult, ...]
     shown: int
     growth: tuple[SizeGrowth, ...] = ()
 

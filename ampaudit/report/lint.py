@@ -7,7 +7,7 @@ from typing import Literal
 
 from ampaudit.core.text import escape_control
 from ampaudit.findings.finding import FailOn, Gate, Severity
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class UnreadFile:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LintReport(Shown):
+class LintReport(Displayable):
     """The findings in all linted files.
 
     Attributes:

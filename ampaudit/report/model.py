@@ -31,8 +31,8 @@ from ampaudit.findings.finding import (
     gaps_in_words,
 )
 from ampaudit.policy.schema import AS_IS
-from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
+from ampaudit.report.card import CardRows, Displayable, counted
+from ampaudit.report.extrapolation import Proofs, StressResult, Sweep, Tail, VerdictChange
 from ampaudit.report.gradients import BackwardReport, Gradient
 from ampaudit.report.steps import StepsReport
 
@@ -105,9 +105,9 @@ class SiteReport:
     ``forward`` is null if the site passes on values of its input (role view or select). ``by_design`` is true
     if it is near the limit because it reads a mask, or if it does not depend on a parameter. ``bound`` is a
     magnitude that its values do not exceed before they are rounded to its dtype, for any input that the
-    proofs assume; null without a proof, or if unbounded. ``gradient``
-    is that of its output (``--backward``). ``inside`` is the largest square computed inside a norm of 16-bit
-    values, and ``bound_inside`` a bound on it.
+    proofs assume; null without a proof, or if unbounded. ``gradient`` is that of its output (``--backward``).
+    ``inside`` is the largest square computed inside a norm of 16-bit values, and ``bound_inside`` a bound on
+    it.
     """
 
     site: SiteId
@@ -192,7 +192,7 @@ class OutputAccuracy:
 
     @property
     def fault(self) -> str:
-        """What is wrong with it if it is broken, as the rest of a sentence that begins with its name."""
+        """What is wrong with a broken output, as the rest of a sentence that begins with its name."""
         return self.problem or "holds infinity or NaN"
 
     @property
@@ -451,7 +451,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(Shown):
+class Report(Displayable):
     """The report of an audit.
 
     ``verdict`` follows from the findings: ``fail`` if there is an error, ``warn`` if ranges would overflow.
@@ -481,7 +481,7 @@ class Report(Shown):
     promoted: tuple[SiteId, ...] = ()
     proofs: Proofs | None = None
     changed: tuple[VerdictChange, ...] = ()
-    stressed: tuple[Stressed, ...] = ()
+    stressed: tuple[StressResult, ...] = ()
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
@@ -556,7 +556,7 @@ class Report(Shown):
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
-        """Healthy 16-bit sites without those that hide earlier faults, least headroom first."""
+        """Healthy 16-bit sites with the least headroom first, except those that hide earlier faults."""
         graver = [f for f in self.findings if f.severity is not Severity.NOTE]
         bad = {site for f in graver for site in (f.site, *f.hidden_at)}
         return tuple(site for site in self.low_by_headroom if site.healthy and site.site not in bad)
@@ -597,7 +597,7 @@ class Report(Shown):
 
     @property
     def headline(self) -> str:
-        """The verdict with the model, the run, and the number of findings."""
+        """The verdict, the model, the run, and the number of findings."""
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
         hidden = len(self.findings) - len(self.active)
         counts = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
@@ -614,7 +614,7 @@ class Report(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison(Shown):
+class Comparison(Displayable):
     """Reports of one model under several policies."""
 
     schema: Literal[1] = field(default=1, kw_only=True)

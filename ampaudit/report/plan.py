@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RuleUse:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PlanReport(Shown):
+class PlanReport(Displayable):
     """A plan. ``lower``, ``float32`` and ``other`` count sites that compute floating-point values."""
 
     model: str
@@ -118,10 +118,10 @@ class PlanReport(Shown):
     schema: Literal[1] = 1
     kind: Literal["plan"] = "plan"
 
-    def restricted(self, layer: str) -> PlanReport | None:
+    def select_layers(self, layer: str) -> PlanReport | None:
         """Return the plan of the layers that match a glob; ``None`` if none does."""
         sites = tuple(site for site in self.sites if fnmatchcase(site.layer, layer))
-        note = f"only the layers that {layer!r} matches are shown; the totals are the whole model's"
+        note = f"only the layers that match {layer!r} are shown; totals are for the whole model"
         return replace(self, sites=sites, notes=(*self.notes, note)) if sites else None
 
     @property

@@ -98,7 +98,7 @@ class StepsReport:
 
 
 def doubling_time(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Fit 2^(a + b step) to positive values; to the last two thirds, since new errors hide growth at first.
+    """Fit 2^(a + b step) to the last two thirds of positive values; before, new errors hide growth.
 
     Returns:
         The doubling time 1/b in steps, and the fitted log2 at the last step; ``None`` if the values do not

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.findings.finding import FailOn, Finding, Gate, Verdict
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 
@@ -137,7 +137,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class TrainingReport(Shown):
+class TrainingReport(Displayable):
     """Training runs with the same start and batches (``ampaudit train``), or a watched loop.
 
     Attributes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.findings.finding import Source
-from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.card import CardRows, Displayable, counted
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo
 
 NoiseKind = Literal["op", "weight", "cast", "gradient", "jump"]
@@ -133,7 +133,7 @@ class TriedSet:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class TuningReport(Shown):
+class TuningReport(Displayable):
     """The fewest float32 ops for an accuracy.
 
     Attributes:

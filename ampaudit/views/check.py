@@ -133,7 +133,7 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
             case=name,
             site=breach.where,
             cause=escape_control(breach.what),
-            advice=f"ampaudit scan {shell_quoted(name)} says more",
+            advice=f"for details, run: ampaudit scan {shell_quoted(name)}",
             line=breach.source.user_line if breach.source is not None else model,
             suppressed=KNOWN if accepted else None,
         )

@@ -84,7 +84,7 @@ def _files(sizes: dict[str, int]) -> str:
 
 def _accuracy(output: OutputRecord) -> str:
     if output.max_error is None:
-        return "not finite, or not as in FP32"
+        return "not finite, or of another shape than in FP32"
     if output.max_error == 0:
         return "exactly as in FP32"
     if output.differing is not None:

@@ -47,8 +47,7 @@ class DiffView(View[Differences]):
                 yield label, f"{plural(len(names), 'site')}: {first}{' ...' if len(names) > _SITES else ''}"
         others = pair.of("other")
         if others and not verbose:
-            are = "is" if len(others) == 1 else "are"
-            yield "Different", f"{plural(len(others), 'change')} that {are} neither; -v shows them"
+            yield "Different", f"{plural(len(others), 'change')}, neither better nor worse; -v shows them"
         for note in pair.notes:
             yield "Note", note
 

@@ -29,13 +29,13 @@ from ampaudit.views.verdict import verdict_words
 
 MAX_FINDINGS = 1000  # elements on the page; more would slow down browsers
 _SHARES = 1e-4  # unit of a histogram's shares; smaller bars are invisible
-_ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")
+_REPEATED_TEXTS = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")
 
 
 def figure_data(report: Report) -> dict[str, Any]:
     """Return one report's data for the scripts: the format, a row per measured site, loss scales."""
     form = format_named(report.run.dtype)
-    static = report.run.level == "static"  # there, bounds are all that is known
+    static = report.run.level == "static"  # bounds are the only numbers of a static report
     measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
     return {
         "dtype": form.name,
@@ -134,7 +134,7 @@ def _bins(exponents: dict[int, int]) -> list[int]:
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return columns; repeated texts are stored once, as a list and indices into it."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
-    for name in _ALIKE if rows else ():
+    for name in _REPEATED_TEXTS if rows else ():
         texts = list(dict.fromkeys(columns[name]))
         places = {text: index for index, text in enumerate(texts)}
         columns[name] = {"texts": texts, "at": [places[text] for text in columns[name]]}

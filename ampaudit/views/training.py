@@ -82,7 +82,7 @@ class TrainingView(View[TrainingReport]):
             )
             for v in self.document.variants
         ]
-        yield Section((_filled(("run", "last loss", "metric", "skipped steps"), rows),))
+        yield Section((_without_empty_columns(("run", "last loss", "metric", "skipped steps"), rows),))
 
     def _alerts(self) -> tuple[Alert, ...]:
         report = self.document
@@ -122,17 +122,23 @@ def _curves(report: TrainingReport) -> Iterator[Section]:
     if curves:
         together = ", from the same start on the same batches" if report.reference is not None else ""
         yield Section(
-            (_filled(("run", "curve", "first", "last tenth", "metric"), curves, ("curve",)),),
+            (_without_empty_columns(("run", "curve", "first", "last tenth", "metric"), curves, ("curve",)),),
             f"Loss{together}",
         )
     if report.steps:
         costs = [_cost(variant) for variant in variants]
         if all(cell is None for row in costs for cell in row[1:]):
             return
-        yield Section((_filled(("run", "skipped", "loss scale", "step", "memory"), costs, ("loss scale",)),))
+        yield Section(
+            (
+                _without_empty_columns(
+                    ("run", "skipped", "loss scale", "step", "memory"), costs, ("loss scale",)
+                ),
+            )
+        )
 
 
-def _filled(
+def _without_empty_columns(
     heads: Sequence[str], rows: Sequence[Sequence[str | Line | None]], left: Collection[str] = ()
 ) -> Table:
     """Make a table of the columns in which some row has a value."""

@@ -15,9 +15,9 @@ from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 from ampaudit.report.training import TrainingReport, Variant
 from ampaudit.views.bench import BROKEN
 
-# colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
-_BENCH_PLOT_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# colors that readers with color blindness can tell apart (Okabe and Ito, 2008)
+_PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
+_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def plot_training(report: TrainingReport, path: Path, *, force: bool = False) -> None:
@@ -79,7 +79,7 @@ def save_figure(figure: Any, path: Path, *, force: bool) -> None:
 def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
     for index, variant in enumerate(report.variants):
         health = variant.health
-        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.5}
+        style: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linewidth": 1.5}
         style |= {"linestyle": "-" if index == 0 else (0, (4 + index, 1 + index / 2))}
         steps = [record.step for record in health.steps]
         _mark_broken(variant, loss, style["color"])
@@ -171,16 +171,16 @@ def _memory(axes: Any, rows: list[BenchRow]) -> None:
     for place, row in enumerate(rows):
         peak = (row.peak_bytes or 0) / 1e6
         start, whole = 0.0, row.memory.peak if row.memory is not None else 0
-        for part, colour in zip(PARTS, _BENCH_PLOT_COLOURS, strict=True):
+        for part, color in zip(PARTS, _PART_COLORS, strict=True):
             share = getattr(row.memory, part) / whole if whole else 0.0
-            axes.barh(place, share * peak, left=start, color=colour, height=0.7)
+            axes.barh(place, share * peak, left=start, color=color, height=0.7)
             start += share * peak
         if not whole:
             axes.barh(place, peak, color="#999999", height=0.7)
         axes.text(peak, place, f" {peak:,.4g}", va="center", fontsize=8)
-    for part, colour in zip(PARTS, _BENCH_PLOT_COLOURS, strict=True):
+    for part, color in zip(PARTS, _PART_COLORS, strict=True):
         if any(row.memory is not None and getattr(row.memory, part) > 0 for row in rows):
-            axes.barh(0, 0, color=colour, label=part)
+            axes.barh(0, 0, color=color, label=part)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
     axes.set_xlabel("peak memory, MB")
     _clean(axes)
@@ -194,8 +194,8 @@ def _speed(axes: Any, rows: list[BenchRow]) -> None:
         assert row.most is not None
         value = row.batch_size / row.seconds
         spread = [[value - row.batch_size / row.most], [row.batch_size / row.least - value]]
-        colour = "#D55E00" if row.finite is False else "#0072B2"
-        axes.barh(place, value, xerr=spread, color=colour, height=0.7, ecolor="#444444", capsize=2)
+        color = "#D55E00" if row.finite is False else "#0072B2"
+        axes.barh(place, value, xerr=spread, color=color, height=0.7, ecolor="#444444", capsize=2)
         note = BROKEN if row.finite is False else ""
         note = f"{row.sqnr_db:.0f} dB" if row.sqnr_db is not None else note
         axes.text(row.batch_size / row.least, place, f" {value:,.4g}  {note}", va="center", fontsize=8)

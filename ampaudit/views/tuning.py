@@ -1,4 +1,4 @@
-"""Renders a tuning: the ops that stay in float32, the accuracy they buy, and what was tried."""
+"""Renders a tuning: the ops that stay in float32, the accuracy with them, and what was tried."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _draw(axes: Any, picture: _Picture) -> None:
         label = f"chosen: {mark.title}" if name == "chosen" else mark.title
         axes.plot(*at([mark]), style, color=color, markersize=8, label=label)
     if picture.target is not None:
-        target = f"asked: {format_accuracy(picture.target)}"
+        target = f"required: {format_accuracy(picture.target)}"
         axes.axhline(picture.target, color="#555555", linestyle="--", linewidth=1, label=target)
     axes.set_xlabel(f"{_SHARE.capitalize()} in %")
     axes.set_ylabel(_ACCURACY)
@@ -157,7 +157,7 @@ def frontier_figure(report: TuningReport) -> Markup:
     if picture.target is not None:
         height = y(picture.target)
         parts.append(_line("0", height, "100%", height, "asked"))
-        parts.append(_label("100%", height - 6, f"{picture.target:g} dB asked", "end"))
+        parts.append(_label("100%", height - 6, f"{picture.target:g} dB required", "end"))
     circles = [(mark, 3.5, "predicted") for mark in picture.predicted]
     circles += [(mark, 4.5, "measured") for mark in picture.measured]
     circles += [(mark, 8.0 if name == "chosen" else 5.5, name) for name, mark in picture.named]
@@ -214,11 +214,11 @@ def _circle(x: str, y: float, radius: float, style: str, mark: _Mark) -> Markup:
 
 def _key(picture: _Picture) -> Markup:
     """Return the legend for the kinds of points that exist."""
-    there = {
+    marks_by_kind = {
         "predicted": picture.predicted,
         "measured": picture.measured,
         "chosen": dict(picture.named).get("chosen"),
     }
     template = Markup('<span><i class="{}"></i>{}</span>')
-    entries = Markup("").join(template.format(name, name) for name, marks in there.items() if marks)
+    entries = Markup("").join(template.format(name, name) for name, marks in marks_by_kind.items() if marks)
     return Markup('<div class="key">{}</div>').format(entries)

@@ -1,4 +1,4 @@
-"""Renders the words and tables of a tuning: what stays in float32, storage, the frontier, what was tried."""
+"""Renders the tables of a tuning: what stays in float32, storage, the frontier, what was tried."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COSTS = {
 
 
 def tuning_verdict(report: TuningReport) -> tuple[str, str]:
-    """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
+    """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and what it takes."""
     clauses = [f"{_choice_words(report)} has {_reached(report)}"]
     if report.kept or report.weights:
         low = format_accuracy(report.low_db, broken=report.low_broken)
@@ -54,14 +54,14 @@ def _format(report: TuningReport) -> str:
 
 
 def _choice_words(report: TuningReport) -> str:
-    """Describe the choice: the format, and what is in float32 beside it."""
+    """Describe the choice: the format, and what is in float32."""
     ops = f"{len(report.kept):,} of {plural(report.ops, 'op')}" if report.kept else "no op"
     weights = f" and {plural(len(report.weights), 'weight')} stored in float32" if report.weights else ""
     return f"{_format(report)} with {ops} in float32{weights}"
 
 
 def _reached(report: TuningReport) -> str:
-    """Describe the accuracy that was measured, beside the accuracy that is required."""
+    """Describe the measured accuracy and the required one."""
     measured = format_accuracy(report.measured_db, broken=report.broken)
     measured = "outputs exactly as in FP32" if measured == "exact" else measured
     if report.metric is not None and report.metric_drop is not None:
@@ -103,7 +103,7 @@ def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterato
     yield from _model_of_errors(report, full=full)
     if report.rescale:
         lines = (line(text, wrap=False) for text in report.rescale.splitlines())
-        yield Section(tuple(lines), "Weights rescaled by powers of two make some of it unnecessary")
+        yield Section(tuple(lines), "Rescaling weights by powers of two makes some of it unnecessary")
     yield Section((facts(_remarks(report)),))
 
 
@@ -116,7 +116,7 @@ def tuning_summary(report: TuningReport) -> Section:
     code = "PyTorch code that does it, " if report.code else ""
     more = (
         "More",
-        f"-v shows {code}why each op stays, the frontier, what was tried, and what makes the error",
+        f"-v shows {code}why each op stays, the frontier, what was tried, and the sources of error",
     )
     return Section((facts((*rows, *_summary(report), more)),))
 
@@ -147,7 +147,7 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
     heads = ("op", "times", *without, "line", "because", *(("code",) if full else ()))
     table = tabulate(heads, rows, left=("line", "because", "code"))
     what = f"Without it: predicted accuracy of the outputs with this op in {_format(report)} after all"
-    what += "; measured: the same, as it was run." if measured else "."
+    what += "; measured: the same, from a run." if measured else "."
     title = f"What stays in float32 ({len(report.kept):,} of {plural(report.ops, 'op')})"
     return Section((line(what, style="dim"), table, *_more(len(groups), limit)), title)
 
@@ -214,7 +214,7 @@ def _frontier(report: TuningReport) -> Section:
     extent = (
         "" if len(points) == len(report.frontier) else f", {len(points)} of {len(report.frontier)} choices"
     )
-    what = "The accuracy that each number of ops in float32 buys."
+    what = "The accuracy for each number of ops in float32."
     return Section((line(what, style="dim"), tabulate(heads, rows, left=("",))), f"Frontier{extent}")
 
 
@@ -249,7 +249,7 @@ def point_words(report: TuningReport, point: FrontierPoint) -> str:
 
 
 def _tried(report: TuningReport, *, full: bool) -> Section:
-    """Return the choices that were run; those with one op less are counted unless ``full``."""
+    """Return the choices that were run; unless ``full``, those with one op less are only counted."""
     alone = [tried for tried in report.tried if tried.step == "exhaustive"]
     visible = report.tried if full else [tried for tried in report.tried if tried.step != "exhaustive"]
     metric = ("metric",) if any(tried.metric is not None for tried in report.tried) else ()
@@ -383,7 +383,7 @@ def untrusted(predicted: float | None, measured: float | None) -> Iterator[Block
     if predicted is not None and measured is not None and abs(predicted - measured) > _DOUBLED:
         apart = f"The two differ by {abs(predicted - measured):.1f} dB"
         yield line(
-            f"{apart}: the prediction takes errors to be small and independent, which they are not here. "
-            "Trust what is measured.",
+            f"{apart}: the prediction assumes small, independent errors, which does not hold here. "
+            "Trust the measured value.",
             style="yellow",
         )

@@ -24,13 +24,11 @@ class VerificationView(View[Verification]):
         if count:
             head = line(("FAIL  ", "bold red"), f"{plural(count, 'problem')} in {verification.directory}")
         else:
-            head = line(("PASS  ", "bold green"), f"{verification.directory} is what was written")
+            head = line(("PASS  ", "bold green"), f"{verification.directory} is unchanged")
         yield Section((head,))
         if count:
             yield Section(tuple(self._problems(count if verbosity > 0 else _SHOWN)))
-        masters = (
-            f", {verification.masters} of them rounded from the masters kept" if verification.masters else ""
-        )
+        masters = f", {verification.masters} of them with masters" if verification.masters else ""
         size = format_bytes(verification.bytes)
         files, tensors = plural(verification.files, "file"), plural(verification.tensors, "tensor")
         checked = f"checked  {files}, {size}; {tensors}{masters}"

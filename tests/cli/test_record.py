@@ -132,7 +132,7 @@ def test_the_names_of_modules(script: Path, tmp_path: Path, program: Callable[..
         (["-m", "Encodr", "SCRIPT", "--steps", "1"], "next: did you mean 'Encoder'? the script calls"),
         (
             ["-m", "pipe.unet", "SCRIPT", "--steps", "0"],
-            "Encoder was never called, except by its methods\n  next: the script calls Linear (1 call)",
+            "Encoder was never called, except for its methods\n  next: the script calls Linear (1 call)",
         ),
         (["-m", "layers.7", "SCRIPT", "--steps", "1"], "no such module"),
         (["-m", "pipe.unet", "missing.py"], "missing.py: no such file"),

@@ -327,7 +327,7 @@ def test_ranks_of_torchrun_write_no_parts(folder: Path, monkeypatch: pytest.Monk
     ):
         monkeypatch.setenv(name, value)
     done = run("scan", "mixed.py", "--part", "1/2", "-o", "part.json")
-    assert "without torchrun" in done.output + str(done.exception)
+    assert "not for torchrun" in done.output + str(done.exception)
     assert not (folder / "part.json").exists()
 
 

@@ -38,7 +38,7 @@ from ampaudit.render.render import OUTPUT_FORMATS, as_file, chosen_format, for_t
 from ampaudit.render.sarif import to_sarif
 from ampaudit.report.check import CheckResults
 from ampaudit.report.documents import Document
-from ampaudit.report.extrapolation import Stressed
+from ampaudit.report.extrapolation import StressResult
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Comparison, Report
 from ampaudit.views.scan_tables import summary_rows
@@ -404,9 +404,9 @@ def test_commands_in_reports_are_safe_to_paste() -> None:
     assert isinstance(check, CheckResults)
     target = replace(next(target for target in check.targets if target.breaches), target=name)
     messages = [message for _, _, message in commands(to_github(replace(check, targets=(target,))))]
-    found = [message.splitlines()[-1].removesuffix(" says more") for message in messages]
+    found = [message.splitlines()[-1].removeprefix("for details, run: ") for message in messages]
     assert {tuple(shlex.split(command)) for command in found} == {("ampaudit", "scan", name)}
-    stressed = (Stressed(SiteId("a"), 1.0, 2.0, True, name),)
+    stressed = (StressResult(SiteId("a"), 1.0, 2.0, True, name),)
     rows = summary_rows(replace(saved_report(), stressed=stressed), 0)
     (text,) = (text for label, text in rows if label == "Stress")
     assert shlex.split(text.partition("overflows: ")[2]) == ["--inputs", name]

@@ -153,7 +153,7 @@ def test_the_picture_places_each_point() -> None:
     per_db = (low - asked) / (50 - 44)
     assert y == pytest.approx(asked - 2.1 * per_db, abs=0.2)
     texts = [text.text for text in picture.svg.iter("text")]
-    assert {"50 dB asked", "6 of 183 ops, 52.1 dB", "everything in 16 bits, 44.0 dB"} <= set(texts)
+    assert {"50 dB required", "6 of 183 ops, 52.1 dB", "everything in 16 bits, 44.0 dB"} <= set(texts)
 
 
 def test_the_line_passes_by_points_that_others_beat() -> None:

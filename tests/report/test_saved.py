@@ -147,7 +147,7 @@ def test_numbers_and_tables_that_no_run_makes(name: str, change: Callable[[Any],
     """Types allow them, and what renders them would fail: "math domain error"."""
     document = json.loads(text_of(name))
     change(document)
-    assert "holds values that no run makes" in refused(json.dumps(document))
+    assert "holds values that no run produces" in refused(json.dumps(document))
 
 
 def test_a_field_with_a_hostile_name_is_named_briefly(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_counts_of_one_read_as_such() -> None:
     few = replace(report, sites=report.sites[:1])
     more = replace(report, sites=(replace(report.sites[0], precision="float64"), report.sites[1]))
     text = str(diff(few, more)), str(diff(few, few)), str(Verification("out", 1, 10, 1, 0, (), (), ()))
-    assert "1 change that is neither" in text[0]
+    assert "1 change, neither better nor worse" in text[0]
     assert "Added      1 site: " in text[0]
     assert "As before  1 site (" in text[1]
     assert "1 file, 10 B; 1 tensor" in text[2]

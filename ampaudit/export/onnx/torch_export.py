@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
 _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # a few roundings of bfloat16 are above it, a norm without its eps or cast is below
 _BFLOAT16_OPSET = 22  # the first whose convolutions, pooling, resizing and norms support the format
 _SPLITS = frozenset({"split", "split_with_sizes", "unsafe_split", "chunk", "unbind", "tensor_split"})
@@ -160,7 +160,7 @@ def _reason(error: Exception) -> str:
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
-    return _COLOUR.sub("", first_line(inner))
+    return _COLOR.sub("", first_line(inner))
 
 
 def _export(program: ExportedProgram, output_names: list[str], input_names: list[str] | None) -> Any:

@@ -179,12 +179,12 @@ def _write_mutations(
         if kind == "user_output":
             returned.append(value)
             continue
-        written = kind.removesuffix("_mutation")
-        if written not in ("buffer", "parameter", "user_input") or not isinstance(value, fx.Node):
+        mutated = kind.removesuffix("_mutation")
+        if mutated not in ("buffer", "parameter", "user_input") or not isinstance(value, fx.Node):
             raise ValueError(f"it has an output of the kind {kind}")
-        name = str(item[f"{written}_name"])
-        target = builder.values.get(name) if written == "user_input" else None
-        target = target or targets.get((written, name))
+        name = str(item[f"{mutated}_name"])
+        target = builder.values.get(name) if mutated == "user_input" else None
+        target = target or targets.get((mutated, name))
         if target is None:
             raise ValueError(f"it writes to {describe(name)!r}, which does not exist")
         copies[value] = builder.graph.call_function(torch.ops.aten.copy_.default, (target, value))
