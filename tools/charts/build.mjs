@@ -1,4 +1,4 @@
-// Bundles plot.js with what it needs, and writes the licences of everything in the bundle beside it.
+// Bundles plot.js with its dependencies, and writes the licenses of everything in the bundle beside it.
 import { build } from "esbuild";
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { createHash } from "node:crypto";

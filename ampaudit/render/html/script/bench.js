@@ -1,4 +1,4 @@
-// Two bar charts: memory split as it was predicted, and speed with its spread.
+// Two bar charts: the parts of predicted memory, and speed with its spread.
 const PARTS = [
   ["weights", "var(--lower)"], ["masters", "var(--heat-4)"], ["gradients", "var(--warn)"],
   ["optimizer", "var(--gradient)"], ["activations", "var(--proof)"], ["peak", "var(--wide)"],

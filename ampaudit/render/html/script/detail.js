@@ -1,4 +1,4 @@
-// What is known about the chosen row: numbers, source, sites, and the histogram of its exponents.
+// Details of the selected row: numbers, source, sites, and the histogram of its exponents.
 function showDetail(report, row, onSite) {
   const panel = byId("detail");
   if (!row) {
@@ -14,7 +14,7 @@ function showDetail(report, row, onSite) {
   panel.replaceChildren(...parts, histogram(report, row), facts, ...(single ? [] : [siteList(row, onSite)]));
 }
 
-// Room below the format's end; what is kept in float32 would have it there.
+// Headroom below the format's largest value; for float32 rows, the headroom they would have in that format.
 const roomLabel = (report, row) => (row.lower && report.level !== "ranges" ? "Headroom" : `In ${report.dtype}`);
 
 function siteFacts(site, room) {
@@ -41,7 +41,7 @@ function layerFacts(row, room) {
   ];
 }
 
-// The largest of the sites' numbers; not of the rows' logarithms, which round it.
+// The largest of the sites' numbers. The rows have logarithms, which would round it.
 function greatest(sites, name) {
   const known = sites.map((site) => site[name]).filter((value) => value !== null);
   return known.length ? number(Math.max(...known)) : "";

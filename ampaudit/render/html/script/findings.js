@@ -1,4 +1,4 @@
-// The filters of the findings; the findings themselves are in the page.
+// The filters of the findings. The findings themselves are in the HTML.
 function filterFindings() {
   const levels = new Set([...document.querySelectorAll('[name="severity"]:checked')].map((box) => box.value));
   const code = byId("code").value, words = byId("text").value.toLowerCase();

@@ -1,4 +1,4 @@
-// Puts the page together: which report is shown, what the controls do, light and dark, printing.
+// Connects the parts of the page: the displayed report, the controls, light and dark theme, printing.
 const state = { report: 0, chosen: null };
 const cache = new Map();
 

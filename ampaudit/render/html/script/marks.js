@@ -1,4 +1,4 @@
-// The marks of the range chart, for rows on screen and for the picture that is saved.
+// The marks of the range chart, on screen and in the saved picture.
 const ROW = 22;
 
 // From a little below the smallest number that matters to a little above the largest.
@@ -28,19 +28,19 @@ function bands(report, [low, high], y1, y2) {
     .map((part) => Plot.rectX([part], { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: part.fill }));
 }
 
-const colour = (row) => (row.broken ? "var(--broken)" : row.lower ? "var(--lower)" : "var(--wide)");
+const color = (row) => (row.broken ? "var(--broken)" : row.lower ? "var(--lower)" : "var(--wide)");
 
-// Rows at y = 0, 1, 2 ...; each from its smallest to its largest value, thick where nine tenths of them are.
+// Rows at y = 0, 1, 2 ...: a thin bar from the smallest to the largest value, a thick one over nine tenths of them.
 function rowMarks(rows, [left, right]) {
-  const at = rows.map((row, y) => ({ ...row, y, fill: colour(row), faint: row.design ? 0.25 : 1 }));
+  const at = rows.map((row, y) => ({ ...row, y, fill: color(row), faint: row.design ? 0.25 : 1 }));
   const drawn = at.filter((row) => row.peak !== null);
   const inside = drawn.filter((row) => row.peak >= left && row.peak <= right);
-  const beyond = drawn.filter((row) => row.peak > right);  // an arrow: it continues
+  const beyond = drawn.filter((row) => row.peak > right);  // drawn as an arrow, since the value is off the chart
   const below = drawn.filter((row) => row.low !== null && row.low < left);
   const thin = drawn.map((row) => ({ ...row, from: row.low === null ? row.peak : Math.min(row.low, row.q1 ?? row.low) }));
   const thick = drawn.filter((row) => row.q1 !== null);
   const proved = at.filter((row) => row.bound !== null && row.peak !== null && row.bound >= row.peak);
-  const never = at.filter((row) => row.bound !== null && row.peak === null);  // proofs alone
+  const never = at.filter((row) => row.bound !== null && row.peak === null);  // proved, but not measured
   const slopes = at.filter((row) => row.g2 !== null && row.g1 !== null);
   const slope = (row) => (row.gbroken ? "var(--broken)" : "var(--gradient)");
   return [
@@ -59,7 +59,7 @@ function rowMarks(rows, [left, right]) {
   ];
 }
 
-// Every eighth power of two or so; as text, since superscripts say more than 6.1e-05.
+// Ticks at powers of two, 2 to 32 exponents apart. Superscripts are easier to read than 6.1e-05.
 function ticks([low, high], width) {
   const step = [2, 4, 8, 16, 32].find((s) => (high - low) / s <= width / 52) || 32;
   const found = [];
@@ -94,7 +94,7 @@ function rangeAxis(report, domain, width) {
   const named = [];
   for (const limit of limits(report, domain)) {
     const place = ((limit.at - domain[0]) / (domain[1] - domain[0])) * width;
-    const dx = Math.min(0, width - place - 3.2 * limit.text.length);  // no letter beyond the right edge
+    const dx = Math.min(0, width - place - 3.2 * limit.text.length);  // keep the label inside the right edge
     if (named.every((other) => Math.abs(other.place - place) > 105)) named.push({ ...limit, place, dx });
   }
   return Plot.plot({

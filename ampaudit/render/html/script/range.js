@@ -1,4 +1,4 @@
-// The chart of ranges: names that can be reached by keyboard, and beside them the picture, drawn when it is seen.
+// The chart of ranges: names that the keyboard can reach, and beside them the picture, drawn once it is visible.
 const CHUNK = 40;
 
 class RangeChart {
@@ -41,7 +41,7 @@ class RangeChart {
     this.tellMore();
   }
 
-  // A box that scrolls says how much is in it.
+  // Tell how many rows the scrolling box has.
   tellMore() {
     const below = this.rows.length - Math.ceil((this.list.scrollTop + this.list.clientHeight) / ROW);
     byId("range-more").textContent = below > 0 ? `${below} more rows below: scroll, or use the arrow keys` : "";
@@ -110,7 +110,7 @@ class RangeChart {
     if (this.report && Math.abs(this.list.clientWidth - this.width) > 1) this.rebuild();
   }
 
-  // Everything that is to be printed, up to a length that a reader may still leaf through.
+  // Draw all rows for printing, up to a length that people still page through.
   fillForPrint() {
     [...this.list.children].forEach((chunk, i) => {
       if (i < 5) { if (!chunk.childElementCount) this.fill(chunk); } else chunk.hidden = true;
@@ -125,7 +125,7 @@ class RangeChart {
   }
 }
 
-// The row to begin with: what breaks, else what comes nearest to the limit.
+// The row that is selected first: one that breaks, or else the one nearest to the limit.
 function gravest(rows) {
   const rank = (row) => row.peak === null && row.bound !== null && !row.design ? -row.bound : (row.broken ? -1e6 : 0) + (row.worst === "error" ? -1e3 : 0) + (row.lower && !row.design ? row.head ?? 1e3 : 1e6);
   return rows.reduce((best, row, i) => (rank(row) < rank(rows[best]) ? i : best), 0);
@@ -141,7 +141,7 @@ function describe(row) {
   return parts.join(", ");
 }
 
-// A separate picture: names beside the rows, colours resolved, so that it can be shared.
+// A standalone picture to share, with names beside the rows and CSS variables replaced by colors.
 function picture(report, rows, domain, title, keys) {
   const width = 1000, left = 330, height = rows.length * ROW, foot = 62 + height;
   const places = keys.map(([fill, text], i) => ({ fill, text, x: domain[0] + ((domain[1] - domain[0]) * i) / keys.length }));

@@ -1,4 +1,4 @@
-// Which loss scales suit: what each would flush, and the window of each layer.
+// Suitable loss scales: the gradients that each would flush to zero, and the window of each layer.
 function showScales(report) {
   const scales = report.scales;
   for (const id of ["scale-figure", "window-figure"]) if (byId(id)) byId(id).hidden = !scales;
@@ -9,7 +9,7 @@ function showScales(report) {
   byId("window-plot").replaceChildren(windowPlot(scales, frame));
 }
 
-// Both charts have the same axis at the same place: a scale is found straight above and below.
+// Both charts share the position of their axis, so a scale is at the same place in both.
 function scaleFrame(scales, width) {
   const ends = scales.layers.flatMap(([, low, high]) => [low, high]);
   const domain = [Math.max(Math.min(...ends, 0), -20) - 0.7, Math.min(Math.max(...ends, 24), 40) + 0.7];

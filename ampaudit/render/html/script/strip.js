@@ -1,4 +1,4 @@
-// Headroom of the 16-bit values over depth, the least of each stretch; a click goes to its row.
+// Headroom of 16-bit values over depth: the smallest of each stretch. A click selects its row.
 const STEPS = [
   [0, "var(--heat-0)", "breaks"], [1, "var(--heat-1)", "under 1"], [3, "var(--heat-2)", "1 to 3"],
   [6, "var(--heat-3)", "3 to 6"], [10, "var(--heat-4)", "6 to 10"], [Infinity, "var(--heat-5)", "over 10"],

@@ -1,4 +1,4 @@
-// Light or dark: the system's choice, until the button is used.
+// Light or dark theme: that of the system, until the button is used.
 function prepareTheme() {
   const root = document.documentElement, button = document.getElementById("theme");
   const dark = () => (root.style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";

@@ -1,4 +1,4 @@
-// The packed columns as rows, sums of rows per layer, and numbers as text.
+// Unpacks columns into rows, sums rows by layer, and formats numbers.
 const reports = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ function unpacked(columns) {
   return rows;
 }
 
-// Log2 of the magnitude below which a share of a histogram lies; bins begin with their first exponent.
+// Log2 of the magnitude below which the given share of a histogram lies. Bins begin with their first exponent.
 function quantile(bins, share) {
   let total = 0;
   for (let i = 1; i < bins.length; i++) total += bins[i];
@@ -33,7 +33,7 @@ function quantile(bins, share) {
 const log2 = (value) => (value > 0 ? Math.log2(value) : null);
 const RANK = { error: 2, warning: 1, "": 0 };
 
-// Gradients are shown as they are held: times the loss scale.
+// Gradients are shown as training holds them: multiplied by the loss scale.
 function siteRow(site, report) {
   const bins = site.bins, ranges = report.level === "ranges";
   if (site.gbins.length) site.gbins[0] += Math.round(Math.log2(report.lossScale));
@@ -69,7 +69,7 @@ function layerRows(rows) {
     known.broken = known.broken || row.broken;
     known.gbroken = known.gbroken || row.gbroken;
   }
-  for (const row of rows) {  // of a weight only the gradient is the layer's, and a bias's may cancel to nothing
+  for (const row of rows) {  // of weights, only gradients belong to the layer, and a bias's may cancel to zero
     const known = row.sites[0].weight && found.get(`${row.sites[0].layer}\n${row.lower}\nfalse`);
     if (!known) continue;
     known.weights.push(row.sites[0]);
@@ -81,7 +81,7 @@ function layerRows(rows) {
   return [...found.values()];
 }
 
-// Shares of several histograms as one, each weighted alike.
+// The mean of several histograms of shares, with equal weights.
 function together(histograms) {
   const sums = new Map();
   for (const bins of histograms)
@@ -90,7 +90,7 @@ function together(histograms) {
   return [...sums.entries()].sort((a, b) => a[0] - b[0]).map(([exponent, n]) => ({ exponent, share: n / total }));
 }
 
-// As in every other format: four digits, whole numbers below 100,000 in full.
+// Format numbers as all other formats do: four digits, but integers below 100,000 in full.
 function number(value) {
   if (value === null || value === undefined) return "";
   const rounded = Number(value.toPrecision(4)), size = Math.abs(rounded);
@@ -104,7 +104,7 @@ const SUPER = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "�
 const power = (exponent) => "2" + [...String(exponent)].map((c) => SUPER[c] || c).join("");
 const bits = (value) => (value === null ? "all zeros" : `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)} bits`);
 
-// A picture with one sentence for those who cannot see it.
+// A picture with a sentence that describes it to screen readers.
 function described(plot, text) {
   for (const part of plot.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
   plot.setAttribute("role", "img");
@@ -112,15 +112,15 @@ function described(plot, text) {
   return plot;
 }
 
-// The end of a name whose last part alone is too long, after its rarest part if that leaves room.
+// Shorten a name whose last part alone is too long to its end, after its rarest part if there is room.
 function cutFront(parts, shared, letters) {
   const rarest = parts.slice(0, -1).reduce((a, b) => (a && shared.get(a) < shared.get(b) ? a : b), "");
   const head = rarest && rarest.length < letters / 3 ? `…${rarest.slice(0, -1)}…` : "…";
   return head + parts.join("").slice(head.length - letters);
 }
 
-// Names that fit into a number of letters. Parts that most names share go first, the last one never, so that
-// what tells rows apart stays: of layers.17.attention.query and its like, "…17…query".
+// Shorten names to a number of characters. Drop the parts that most names share first, and never the last, so that
+// names stay distinct: layers.17.attention.query and similar names become "…17…query".
 function shortNames(names, letters) {
   const parts = names.map((name) => name.split(/(?<=[./])/));
   const shared = new Map();
