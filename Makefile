@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# without it every process would compile again what it imports
+# otherwise, each process would compile the modules that it imports
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-long measure test-portable lint check kernel browser charts schema stub docs-site aten bench fuzz clean
@@ -15,16 +15,16 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 1
 
-# what `make test` leaves out, by the rule in tools/tiers.py
+# the second tier; tools/tiers.py has the rule
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 2
 
-# what is too long to be run on each change
+# the third tier, which is too long for each change
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 3
 
-# the processor seconds of each test, and, in a run of its own since recording takes time, the lines that it executes:
-# which tier it is in follows from them, and mutants are run by them
+# two runs, because recording lines takes time: the processor seconds of each test, then the lines that it executes;
+# they decide the tier of a test, and the tests that tools/mutants.py runs for a line
 measure: $(VENV)/.dev
 	rm -rf dist/measured && mkdir -p dist/measured
 	-AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl \
@@ -44,7 +44,7 @@ lint: $(VENV)/.dev
 
 check: lint test
 
-# the kernel for CUDA in the interpreter of Triton, whose 286 MB only this test needs
+# tests the CUDA kernel in Triton's interpreter; only this test needs Triton (286 MB)
 kernel: $(VENV)/.dev
 	$(PIP) triton
 	$(BIN)/python -m pytest tests/run/test_fused.py
@@ -55,7 +55,7 @@ browser: $(VENV)/.dev
 charts:
 	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
 
-# after a change of the public functions or of the records of their options
+# run it after changing public functions or the records of their options
 stub: $(VENV)/.dev
 	$(BIN)/python -m tools.stub
 	$(BIN)/ruff check --fix-only --quiet ampaudit/__init__.pyi
@@ -71,7 +71,7 @@ docs-site: $(VENV)/.docs
 aten: $(VENV)/.dev
 	$(BIN)/python -m tests.support.aten_ops > ampaudit/policy/aten_ops.txt
 
-# of one machine on one day; benchmarks/README.md shows the figures
+# figures are those of one machine on one day; benchmarks/README.md shows them
 bench: $(VENV)/.dev
 	for name in scan_overhead commands growth planning proofs checkpoints training reports linting; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$(date +%F)-cpu-$$name.json || exit 1; \

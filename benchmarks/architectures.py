@@ -1,8 +1,8 @@
-"""Which architectures of Transformers run in PyTorch and are not audited.
+"""Shows which architectures of Transformers run in PyTorch but cannot be audited.
 
-Every third model type that Transformers knows, in alphabetical order, is built with random weights in a
-small configuration: settings with the usual names of sizes are made small, in several ways until one runs by
-itself. Those that run are scanned, each in a process of its own.
+Builds every third model type of Transformers, in alphabetical order, with random weights in a small
+configuration: reduces settings whose names denote sizes, in several ways until the model runs. Scans those
+that run, each in its own process.
 
     python -m benchmarks.architectures [--jobs 2] [--limit 180] [--json FILE] [TYPE ...]
 """
@@ -37,7 +37,7 @@ from benchmarks.options import parser
 
 ROWS, LENGTH = 2, 8
 MAX_PARAMETERS = 20_000_000
-# by the first pattern that a setting's name matches: its value, or the most that it may be
+# by the first pattern that a setting's name matches: its largest allowed value
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_per_layer_input)?$", 128),
     (r"per_tok$|top_?k$|moe_k$", 2),
@@ -55,13 +55,13 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 DEPTHS = re.compile(r"depths?$|layers?$|blocks$")
 LENGTHS = re.compile(r"vocab_size$|layers?$|blocks$|depth$|positions|position_embeddings$")
-# a process started meanwhile would inherit the other's end of a pipe, and keep it open
+# a process that another thread starts meanwhile would inherit the child's end of a pipe, and keep it open
 _STARTING = threading.Lock()
 TOKEN = re.compile(r"(\w+)_(token_id|token_index|token_idx)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Reduction:
     """One way to make a configuration small."""
 
     grouped: bool = True  # fewer heads for keys and values
@@ -71,22 +71,22 @@ class Way:
     divisor: int = 8  # of sizes in lists
 
 
-WAYS = (
-    *(Way(), Way(grouped=False), Way(grouped=False, layers=4)),
-    *(Way(wide=True), Way(narrow=False), Way(divisor=1)),
+REDUCTIONS = (
+    *(Reduction(), Reduction(grouped=False), Reduction(grouped=False, layers=4)),
+    *(Reduction(wide=True), Reduction(narrow=False), Reduction(divisor=1)),
 )
 WIDE = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one model type.
+    """The outcome for one model type.
 
     Attributes:
         name: the model type.
-        ran: whether a small model of it ran by itself.
-        code: exit code of the scan; ``None`` without one.
-        reason: why it did not run, or is not audited.
+        ran: whether a small model of it ran without ampaudit.
+        code: exit code of the scan; ``None`` if there was no scan, or it did not end.
+        reason: why it did not run, or was not audited.
     """
 
     name: str
@@ -100,28 +100,31 @@ class Row:
         return self.code in (0, 1)
 
 
-def selected() -> list[str]:
+def every_third_type() -> list[str]:
     """Return every third model type."""
     return sorted(CONFIG_MAPPING_NAMES)[::3]
 
 
-def small(kind: type[Any], settings: Mapping[str, Any], way: Way) -> dict[str, Any]:
-    """Return the settings of a configuration that are to be changed, with those of its parts."""
-    made: dict[str, Any] = {}
+def reduced_settings(kind: type[Any], settings: Mapping[str, Any], way: Reduction) -> dict[str, Any]:
+    """Return the reduced values of a configuration's settings, including those of nested configurations.
+
+    Settings that stay as they are have no entry.
+    """
+    reduced: dict[str, Any] = {}
     known = inspect.signature(kind).parameters
     for name, value in settings.items():
         if isinstance(value, Mapping) and value.get("model_type") in CONFIG_MAPPING_NAMES:
             part = transformers.CONFIG_MAPPING[value["model_type"]]
-            made[name] = {"model_type": value["model_type"], **small(part, value, way)}
+            reduced[name] = {"model_type": value["model_type"], **reduced_settings(part, value, way)}
         elif name not in known:
             continue  # follows from others
         elif isinstance(value, list) and value and all(type(item) is int for item in value):
             if way.narrow and DEPTHS.search(name):
-                made[name] = [1] * len(value)
+                reduced[name] = [1] * len(value)
             elif way.narrow and "heads" in name:
-                made[name] = [4] * len(value)
+                reduced[name] = [4] * len(value)
             elif way.narrow and min(value) >= 16 and re.search("size|dim|channels", name):
-                made[name] = [max(item // way.divisor, 8) for item in value]
+                reduced[name] = [max(item // way.divisor, 8) for item in value]
         elif type(value) is int and value > 0 and (way.narrow or LENGTHS.search(name)):
             most = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
             if DEPTHS.search(name):
@@ -131,14 +134,15 @@ def small(kind: type[Any], settings: Mapping[str, Any], way: Way) -> dict[str, A
             if way.wide:
                 most = WIDE.get(name, most)
             if most < value:
-                made[name] = most
+                reduced[name] = most
     tokens = [name for name, value in settings.items() if TOKEN.search(name) and type(value) is int]
-    made |= {name: number for number, name in enumerate(tokens) if settings[name] >= 128 and name in known}
-    return made
+    return reduced | {
+        name: number for number, name in enumerate(tokens) if settings[name] >= 128 and name in known
+    }
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that builds a configuration: that of ``AutoModel``, if there is one."""
+    """Return the model class of a configuration: that of ``AutoModel``, if there is one."""
     mappings = ("MODEL_MAPPING", *sorted(n for n in dir(modeling_auto) if n.endswith("_MAPPING")))
     for mapping in mappings:
         found = getattr(modeling_auto, mapping).get(type(config), None)
@@ -149,43 +153,46 @@ def model_class(config: Any) -> Any:
         kind = getattr(found, "config_class", None)
         if isinstance(found, type) and kind is type(config) and "forward" in vars(found):
             return found
-    raise LookupError("no class builds it")
+    raise LookupError("no model class has this configuration")
 
 
-def built(name: str, way: Way) -> nn.Module:
+def build_model(name: str, way: Reduction) -> nn.Module:
     """Build a small model with random weights."""
     kind = transformers.CONFIG_MAPPING[name]
-    config = kind(**small(kind, kind().to_dict(), way))
-    made = model_class(config)
+    config = kind(**reduced_settings(kind, kind().to_dict(), way))
+    factory = model_class(config)
     with torch.device("meta"):
-        if sum(p.numel() for p in made(config).parameters()) > MAX_PARAMETERS:
+        if sum(p.numel() for p in factory(config).parameters()) > MAX_PARAMETERS:
             raise ValueError("it stays large")
     torch.manual_seed(0)
-    model: nn.Module = made(config).eval()
+    model: nn.Module = factory(config).eval()
     return model
 
 
-def generated_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return random inputs, those of a decoder's or encoder's part as well."""
-    made = {}
+def generate_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Return random inputs, including those of an encoder or decoder inside the model."""
+    inputs = {}
     parameters = list(inspect.signature(model.forward).parameters)
     for name in [name for name in needed_inputs(model) if name in parameters] or parameters[:1]:
         if name in ("hidden_states", "inputs_embeds", "encoder_hidden_states"):
-            made[name] = torch.randn(ROWS, LENGTH, model.config.hidden_size)
+            inputs[name] = torch.randn(ROWS, LENGTH, model.config.hidden_size)
         else:
-            made[name] = random_input(model, name, ROWS)
+            inputs[name] = random_input(model, name, ROWS)
         if name.endswith("input_ids"):
-            made[name] = made[name][:, :LENGTH]
-    return made
+            inputs[name] = inputs[name][:, :LENGTH]
+    return inputs
 
 
-def examined(name: str) -> Iterator[Row]:
-    """Build, run and scan one model type; what is known before the scan comes first."""
+def examine(name: str) -> Iterator[Row]:
+    """Build, run and scan one model type.
+
+    Yield a row before the scan, which stands if the process is killed, and the final one after it.
+    """
     reasons = []
-    for way in WAYS:
+    for way in REDUCTIONS:
         try:
-            model = built(name, way)
-            inputs = generated_inputs(model)
+            model = build_model(name, way)
+            inputs = generate_inputs(model)
             with torch.no_grad():
                 model(**inputs)
         except Exception as error:
@@ -204,16 +211,15 @@ def examined(name: str) -> Iterator[Row]:
 def _child(name: str, end: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for row in examined(name):
+    for row in examine(name):
         end.send(row)
     end.send(None)
 
 
 def in_a_process(name: str, limit: float) -> Row:
-    """Examine a model type in a process of its own."""
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # a fork of this process would share the locks of its threads
+    """Examine a model type in a separate process."""
+    # a fork of this process would share the locks of its threads
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_child.__module__, "ampaudit.audit.scan"])
     with _STARTING:
         ours, theirs = context.Pipe()
@@ -233,21 +239,21 @@ def in_a_process(name: str, limit: float) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the counts, and a row for each model type that runs and is not audited."""
+    """Yield lines of counts, and one for each model type that runs but is not audited."""
     ran = [row for row in rows if row.ran]
     codes = Counter(row.code for row in ran if row.audited)
-    yield f"{len(rows)} model types, {len(ran)} ran by themselves, {codes.total()} of these are audited"
+    yield f"{len(rows)} model types, {len(ran)} ran by themselves, {codes.total()} of these were audited"
     yield f"exit code 0: {codes[0]}, 1: {codes[1]}"
     yield from (f"{row.name:32} exit {row.code}: {row.reason}" for row in ran if not row.audited)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("types", nargs="*", help="these model types only")
-    words.add_argument("--jobs", type=int, default=2)
-    words.add_argument("--limit", type=float, default=180, help="seconds for each")
+    words.add_argument("types", nargs="*", help="examine these model types only")
+    words.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    words.add_argument("--limit", type=float, default=180, help="seconds for each model type")
     options = words.parse_args(arguments)
-    names = options.types or (["bert-generation"] if options.smoke else selected())
+    names = options.types or (["bert-generation"] if options.smoke else every_third_type())
     ampaudit.scan(nn.Linear(8, 8), torch.ones(1, 8))  # imports what the processes need
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(lambda name: in_a_process(name, options.limit), names))

@@ -1,4 +1,4 @@
-"""Counts conversions between float formats while it is active."""
+"""Counts casts between float dtypes."""
 
 from __future__ import annotations
 

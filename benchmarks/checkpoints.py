@@ -1,9 +1,9 @@
-"""What converting and streaming cost, as ratios measured side by side in one run.
+"""Measures what converting a checkpoint and streaming weights cost, as ratios within one run.
 
-Converting a checkpoint alone: time against 1.5 times that of ``cp`` and the bare cast, with and without the
-start of Python and torch, and peak memory above a Python process that has imported torch. Streaming: a
-model whose weights are four times a memory limit, scanned with and without ``--stream``; resident memory of
-the process, file pages included, sampled.
+Conversion: its time without that of a bare cast, in multiples of ``cp`` (limit 1.5), with and without the
+start of Python and torch, and its peak memory above that of a Python process that has imported torch.
+Streaming: scans with and without ``--stream`` of a model whose weights are four times a memory limit.
+Memory is the sampled resident set size of the process, which includes file pages.
 
     python -m benchmarks.checkpoints [--gigabytes 2] [--repeats 5] [--json FILE]
 """
@@ -45,26 +45,26 @@ def example_inputs(): return torch.randn(64, WIDTH)
 
 
 def make_checkpoint(path: Path, layers: int, width: int = WIDTH) -> None:
-    """Weights of ``layers`` blocks, made one at a time."""
+    """Write the weights of ``layers`` blocks, holding one tensor at a time."""
     entries: list[TensorEntry] = []
     pieces: list[tuple[str, Iterator[torch.Tensor]]] = []
     for layer in range(layers):
-        for name, shape, scale in (("weight", (width, width), 0.02),):
-            entries.append(TensorEntry(f"{3 * layer}.{name}", "F32", shape))
-            pieces.append((entries[-1].name, iter_of(layer, shape, scale)))
+        entries.append(TensorEntry(f"{3 * layer}.weight", "F32", (width, width)))
+        pieces.append((entries[-1].name, random_weight(layer, width)))
         for name, value in (("weight", 1.0), ("bias", 0.0)):
             entries.append(TensorEntry(f"{3 * layer + 2}.{name}", "F32", (width,)))
             pieces.append((entries[-1].name, iter([torch.full((width,), value)])))
     write_safetensors(path, entries, {"format": "pt"}, pieces)
 
 
-def iter_of(seed: int, shape: tuple[int, int], scale: float) -> Iterator[torch.Tensor]:
+def random_weight(seed: int, width: int) -> Iterator[torch.Tensor]:
+    """Yield a weight, which is created only when it is written."""
     torch.manual_seed(seed)
-    yield torch.randn(shape).mul_(scale).view(-1)
+    yield torch.randn(width, width).mul_(0.02).view(-1)
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak resident megabytes, file pages included, of a command that must succeed."""
+    """Run a command that must succeed; return seconds and peak resident megabytes, file pages included."""
     started, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -87,7 +87,7 @@ def program(*arguments: object) -> list[str]:
 
 
 def cast_seconds(source: Path) -> float:
-    """The bare cast of the same number of values, in pieces of the size that the converter uses."""
+    """Return the seconds of casting as many values, in pieces of the size that the converter uses."""
     piece = torch.randn(1 << 22)
     count = source.stat().st_size // (4 * piece.numel())
     started = time.perf_counter()
@@ -97,7 +97,7 @@ def cast_seconds(source: Path) -> float:
 
 
 def time_conversion(folder: Path, source: Path, repeats: int) -> dict[str, Any]:
-    """Interleaved: ``cp`` of the checkpoint, the bare cast, the conversion, and its start alone."""
+    """Time ``cp`` of the checkpoint, the conversion, its start alone, and the bare cast, interleaved."""
     base = run([sys.executable, "-c", "import torch, time; time.sleep(0.5)"])[1]
     started = [sys.executable, "-c", "import ampaudit.export.convert"]
     out, copy = folder / "out", folder / "copy"
@@ -123,7 +123,7 @@ def time_conversion(folder: Path, source: Path, repeats: int) -> dict[str, Any]:
 
 
 def time_streaming(folder: Path, source: Path, layers: int, width: int, repeats: int) -> dict[str, Any]:
-    """Scans with and without ``--stream``, interleaved."""
+    """Scan with and without ``--stream``, interleaved."""
     model = folder / "model.py"
     model.write_text(MODEL.format(layers=layers, width=width))
     limit = source.stat().st_size / 4 / 1e6
@@ -147,7 +147,7 @@ def time_streaming(folder: Path, source: Path, layers: int, width: int, repeats:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__, repeats=5)
-    words.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint that is converted")
+    words.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     chosen = words.parse_args(arguments)
     width, layers = (50, 2) if chosen.smoke else (WIDTH, round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH)))
     with tempfile.TemporaryDirectory(prefix="ampaudit-bench-") as name:

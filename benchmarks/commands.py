@@ -1,6 +1,6 @@
-"""How long whole commands take, beside the imports that nobody can avoid, in turns.
+"""Times whole commands, alternating each with a baseline, such as the imports that it cannot avoid.
 
-Each command is a process of its own. ``check`` of ten targets is compared with that of one.
+Each command runs in its own process. The baseline of ``check`` of ten targets is ``check`` of one.
 
     python -m benchmarks.commands [--repeats 7] [--json FILE]
 """
@@ -37,7 +37,7 @@ AMPAUDIT = (sys.executable, "-m", "ampaudit")
 
 
 def pairs(folder: Path, targets: int) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
-    """Commands, each with what its time is divided by; writes their files."""
+    """Write the files of the commands, and return each command with its baseline, by name."""
     files = [folder / f"model_{number}.py" for number in range(targets)]
     for file in files:
         file.write_text(MODEL, encoding="utf-8")
@@ -58,12 +58,12 @@ def pairs(folder: Path, targets: int) -> dict[str, tuple[Sequence[str], Sequence
 
 
 def command_seconds(command: Sequence[str]) -> float:
-    """The time of a command that succeeds."""
+    """Return the seconds of a command that must succeed."""
     return seconds(partial(subprocess.run, command, check=True, capture_output=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Time each pair in turns, and print medians with their spread."""
+    """Time each command and its baseline alternately, and print medians with their spread."""
     arguments = parser(__doc__, repeats=7)
     options = arguments.parse_args(argv)
     rows = {}

@@ -1,8 +1,8 @@
-"""Mutated inputs by the hour: what becomes of them, per format, and every defect with how to repeat it.
+"""Reads mutated files of every format, and counts outcomes by format; prints each defect.
 
-Each input is made from the name of its format and a number, so that ``--formats pt2 --first 71 --inputs 1``
-makes it again. Inputs run in forked processes, 200 in each; a process that dies or hangs is a defect of the
-input that it was reading.
+An input is determined by the name of its format and a number: ``--formats pt2 --first 71 --inputs 1``
+reproduces one. Inputs run in forked processes, up to 200 in each. If a process dies or hangs, that is a
+defect of the input that it was reading.
 
     python -m benchmarks.fuzz [--minutes 60 | --inputs 2000] [--formats pt2,report] [--first 0] [--jobs 2]
                               [--keep DIR] [--json FILE]
@@ -11,6 +11,7 @@ input that it was reading.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,25 +32,17 @@ BATCH = 200
 Input = tuple[str, int]
 
 
-def numbered(names: list[str], first: int, job: int, jobs: int) -> Iterator[Input]:
-    """Formats in turn by their shares, each with numbers of its own; every job takes some of them."""
-    turn = Random(0).sample([n for n in names for _ in range(FORMATS[n].share)], k=_shares(names))
-    counts = dict.fromkeys(names, first)
-    at = 0
-    while True:
-        name = turn[at % len(turn)]
-        if at % jobs == job:
-            yield name, counts[name]
-        counts[name] += 1
-        at += 1
-
-
-def _shares(names: list[str]) -> int:
-    return sum(FORMATS[name].share for name in names)
+def inputs_of_job(names: list[str], first: int, job: int, jobs: int) -> Iterator[Input]:
+    """Yield every ``jobs``-th input: formats alternate by their shares, and each has its own numbers."""
+    turn = [name for name in names for _ in range(FORMATS[name].share)]
+    Random(0).shuffle(turn)
+    numbers = {name: itertools.count(first) for name in names}
+    every = ((name, next(numbers[name])) for name in itertools.cycle(turn))
+    return itertools.islice(every, job, None, jobs)
 
 
 def run_batch(batch: list[Input], end: float, pipe: int, keep: Path | None) -> None:
-    """Judge inputs and write a line for each, in a process of its own."""
+    """Judge inputs, and write a line for each to the pipe; runs in a forked process."""
     for name, number in batch:
         if time.monotonic() > end:
             break
@@ -63,7 +56,10 @@ def run_batch(batch: list[Input], end: float, pipe: int, keep: Path | None) -> N
 
 
 def forked(batch: list[Input], end: float, keep: Path | None) -> list[tuple[str, str, float]]:
-    """Results of the first inputs of a batch: all, or those up to one that ended the process."""
+    """Run a batch in a forked process, and return the results of its inputs.
+
+    If the process dies, hangs or stops early, inputs after that one have no result.
+    """
     mine, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -97,10 +93,10 @@ def forked(batch: list[Input], end: float, keep: Path | None) -> list[tuple[str,
 
 
 def work(job: int, options: argparse.Namespace, results: Any) -> None:
-    """Run the share of one job until its time or its number of inputs is over."""
+    """Run the inputs of one job until its time is over or it has run its number of inputs."""
     end = time.monotonic() + options.minutes * 60
     left = options.inputs // options.jobs + (job < options.inputs % options.jobs)
-    inputs = numbered(options.formats, options.first, job, options.jobs)
+    inputs = inputs_of_job(options.formats, options.first, job, options.jobs)
     waiting: list[Input] = []
     try:
         while left > 0 and time.monotonic() < end:
@@ -114,7 +110,7 @@ def work(job: int, options: argparse.Namespace, results: Any) -> None:
 
 
 def summary(results: Any, jobs: int) -> dict[str, Any]:
-    """Count what the jobs report; one example of each defect."""
+    """Count the outcomes that the jobs report, by format, with one example of each defect."""
     formats: dict[str, dict[str, Any]] = {}
     while jobs:
         batch = results.get()
@@ -136,12 +132,17 @@ def summary(results: Any, jobs: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("--minutes", type=float, default=60.0)
-    words.add_argument("--inputs", type=int, default=10**9)
-    words.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
+    words.add_argument("--minutes", type=float, default=60.0, help="time after which no more inputs are run")
+    words.add_argument("--inputs", type=int, default=10**9, help="number of inputs, over all formats")
+    words.add_argument(
+        "--formats",
+        type=lambda text: text.split(","),
+        default=list(FORMATS),
+        help=f"comma-separated, of {', '.join(FORMATS)} (default: all)",
+    )
     words.add_argument("--first", type=int, default=0, help="number of the first input of each format")
-    words.add_argument("--jobs", type=int, default=2)
-    words.add_argument("--keep", type=Path, help="keep the inputs with defects in a folder")
+    words.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    words.add_argument("--keep", type=Path, help="folder for the inputs that caused defects")
     options = words.parse_args(arguments)
     if options.smoke:
         options.formats, options.inputs, options.jobs = ["report"], 4, 1

@@ -1,9 +1,9 @@
-"""All that is run on a machine with CUDA, in one command and one dated JSON document.
+"""Runs the tests, benchmarks and examples for CUDA, and writes one dated JSON document.
 
     python -m benchmarks.gpu [--json FILE] [--parts tests,verdicts] [--seconds 480]
 
-Each part runs by itself under its own limit, and one that fails does not stop the others; the exit code is 1
-if any did. Parts that would start after ``--seconds`` are left out, and named.
+Each part runs under its own time limit, and a part that fails does not stop the others. Parts that would
+start after ``--seconds`` are left out and listed. The exit code is 1 if any part failed or was left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAIL = 6000  # characters of a part's output that are kept
 
 @dataclass(frozen=True)
 class Part:
-    """Commands, which may write ``{json}``, and the seconds that each may take."""
+    """Commands, and the seconds that each may take; ``{json}`` stands for the file of a command's result."""
 
     commands: tuple[tuple[str, ...], ...]
     limit: float = 120.0
@@ -123,7 +123,8 @@ PARTS: dict[str, Part] = {
 }
 
 
-def _kept(path: Path) -> Any:
+def _take_result(path: Path) -> Any:
+    """Return the content of a result file, parsed if it is JSON, and delete the file."""
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8")
@@ -135,7 +136,7 @@ def _kept(path: Path) -> Any:
 
 
 def run_part(part: Part) -> list[dict[str, Any]]:
-    """Run the commands of a part; how each ended, its time, the end of its output and what it wrote."""
+    """Run the commands of a part; return exit code, seconds, last output and result file of each."""
     found = []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -165,7 +166,7 @@ def run_part(part: Part) -> list[dict[str, Any]]:
                     "ended": ended,
                     "seconds": round(time.perf_counter() - started, 2),
                     "output": output.replace(f"{ROOT}/", "")[-TAIL:],
-                    "result": _kept(written),
+                    "result": _take_result(written),
                 }
             )
     return found
@@ -186,15 +187,15 @@ def _machine() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("--parts", help=f"these alone, by commas: {', '.join(PARTS)}")
+    words.add_argument("--parts", help=f"run these only; comma-separated, of {', '.join(PARTS)}")
     words.add_argument("--seconds", type=float, default=480.0, help="start no part after this time")
     options = words.parse_args(arguments)
     names = options.parts.split(",") if options.parts else list(PARTS)
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        words.error(f"no part is called {unknown[0]!r}; there are {', '.join(PARTS)}")
+        words.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     if not torch.cuda.is_available():
-        words.exit(2, "no CUDA device is here\n")
+        words.exit(2, "this machine has no CUDA device\n")
     started = time.perf_counter()
     results: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         if time.perf_counter() - started > options.seconds:
             results["left_out"].append(name)
-            print(f"{name}: left out, {options.seconds:.0f} s are over")
+            print(f"{name}: left out after {options.seconds:.0f} s")
             continue
         found = run_part(PARTS[name])
         results["parts"][name] = found

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with CUDA: the GPU tests, the benchmarks and the examples, into one dated JSON document.
+# Runs the GPU tests, benchmarks and examples on a machine with CUDA, and writes one dated JSON document.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}

@@ -1,9 +1,9 @@
-"""Native verdicts on a GPU beside emulated ones, site by site, for each reported failure and its twin.
+"""Compares native verdicts on a GPU with emulated ones, for each reported failure and its twin.
 
     python -m benchmarks.gpu_verdicts [--device cuda] [--json FILE]
 
-A model is scanned twice, on the device with its own 16-bit kernels and emulated on the processor. Agreement
-is counted over sites, and over the codes and layers of findings; each difference is listed.
+Scans each model twice: on the device with its own 16-bit kernels, and emulated on the CPU. Compares the
+verdicts of sites, and the codes and layers of findings; lists each difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def findings(report: Report) -> set[tuple[str, str]]:
 
 
 def compare(native: Report, emulated: Report) -> dict[str, Any]:
-    """Sites in all, those with another verdict, and findings that only one of the reports has."""
+    """Return the number of sites, those with another verdict, and the findings of only one report."""
     sites = {s.site: s.verdict for s in emulated.sites}
     differing = [
         {"site": str(s.site), "native": s.verdict, "emulated": sites.get(s.site, "absent")}
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     words.add_argument("--device", choices=["cpu", "cuda"], default=here)
-    words.add_argument("--seconds", type=float, default=220.0, help="compare no more models after this time")
+    words.add_argument("--seconds", type=float, default=220.0, help="start no comparison after this time")
     options = words.parse_args(arguments)
     started = time.perf_counter()
     results: dict[str, Any] = {"compared": 0, "sites": 0, "differing_sites": 0, "left_out": 0, "models": {}}

@@ -1,7 +1,7 @@
-"""How time grows with the size of what is audited: ops of a model, batches, and sites of a report.
+"""Measures how time grows with a model's ops, with batches, and with a report's sites.
 
-Prints medians, and exponents of the power law of time against size (1 is linear): through all sizes, and
-of the last step, in which what each audit takes once weighs least.
+Prints medians, and the exponent of the power law of time against size (1 is linear): fitted through all
+sizes, and from the last size but one to the last, where the fixed cost of an audit weighs least.
 
     python -m benchmarks.growth [--repeats 3] [--json FILE]
 """
@@ -22,13 +22,13 @@ from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document
 from ampaudit.report.model import Report
 from benchmarks.options import parser
-from benchmarks.reports import SAVED, stretched
+from benchmarks.reports import SAVED, repeat_sites
 from benchmarks.timing import exponent, repeated_seconds
 
 OPS = (100, 1000, 10_000)
 BATCHES = (1, 10, 100)
 SITES = (500, 5000, 50_000)
-AIM = 1.1
+TARGET = 1.1
 
 
 class Block(nn.Module):
@@ -43,13 +43,13 @@ class Block(nn.Module):
 
 
 def chain(ops: int) -> nn.Module:
-    """A model of so many ops, whose values stay small."""
+    """Return a model of ``ops`` ops, whose values stay small."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(ops // 5))).eval()
 
 
 def tasks(*, smoke: bool) -> dict[str, tuple[Sequence[int], Callable[[int], Callable[[], object]]]]:
-    """Of each table, its sizes, and a function that prepares the task of one size."""
+    """Return the sizes of each table, and a function that prepares the task of one size."""
     saved = parse_document(SAVED.read_text(encoding="utf-8"), SAVED.name)
     assert isinstance(saved, Report)
 
@@ -63,13 +63,13 @@ def tasks(*, smoke: bool) -> dict[str, tuple[Sequence[int], Callable[[int], Call
 
     def rendering(form: str) -> Callable[[int], Callable[[], object]]:
         def prepared(sites: int) -> Callable[[], object]:
-            report = stretched(saved, sites)
+            report = repeat_sites(saved, sites)
             return lambda: as_file(report, form)
 
         return prepared
 
     def reading(sites: int) -> Callable[[], object]:
-        text = to_json(stretched(saved, sites))
+        text = to_json(repeat_sites(saved, sites))
         return lambda: parse_document(text, "report.json")
 
     ops, batches, sites = ((10, 20), (1, 2), (20, 40)) if smoke else (OPS, BATCHES, SITES)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         last = exponent(dict(list(times.items())[-2:]))
         rows[name] = {"seconds": times, "exponent": exponent(times), "last exponent": last}
         figures = "  ".join(f"{size:,}: {seconds:.3f} s" for size, seconds in times.items())
-        print(f"{name:26} {figures}  exponent {exponent(times):.2f}, last step {last:.2f}, aim {AIM}")
+        print(f"{name:26} {figures}  exponent {exponent(times):.2f}, last step {last:.2f}, target {TARGET}")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""Sends signals at random moments to every command, and counts those that end otherwise than they should.
+"""Sends signals to every command at random moments, and counts commands that do not end as they should.
 
-python -m benchmarks.interrupts --tries 300 --seed 0
+python -m benchmarks.interrupts [--tries 300] [--seed 0] [--only COMMAND]
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ COMMANDS = {
 
 
 def prepare(place: Path, count: int) -> None:
-    """Write the inputs of all commands: so many large weights, and copies of each script."""
+    """Write the inputs of all commands, with ``count`` large weights and ``count`` copies of each script."""
     import torch
     from safetensors.torch import save_file
 
@@ -96,9 +96,9 @@ def prepare(place: Path, count: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("--tries", type=int, default=300)
+    words.add_argument("--tries", type=int, default=300, help="number of signals")
     words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--only", default="")
+    words.add_argument("--only", default="", help="commands whose name contains this text")
     options = words.parse_args(arguments)
     if options.smoke:
         options.tries, options.only = 1, "explain"
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             again = chance.choice((None, None, chance.random() * 0.1))
             after = chance.random() * durations[name]
             ended = end_by_signal(COMMANDS[name].split(), place, temporary, kind, after, again)
-            outcomes["at its end already" if ended.sent is None else f"exit code {ended.code}"] += 1
+            outcomes["ended before the signal" if ended.sent is None else f"exit code {ended.code}"] += 1
             if faults := ended.faults():
                 wrong += 1
                 when = f"after {after:.3f} of {durations[name]:.1f} s, again {again}"

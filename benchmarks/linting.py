@@ -1,8 +1,8 @@
-"""How long ``ampaudit lint`` takes: 1,000 files of 300 lines on two cores, the whole command.
+"""Times the whole command ``ampaudit lint`` over 1,000 files of 300 lines on two cores.
 
-Two sets. In the first each file has one of the tests' correct training loops and is filled up with what
-surrounds loops in projects (datasets, metrics, options); in the second every file is loops only, one after
-the other. Beside them, in the same run, Python's own parser over the same files.
+There are two sets of files. In the first, each has one of the tests' correct training loops, surrounded by
+code typical of projects (datasets, metrics, options). In the second, each consists of training loops only.
+In the same run, Python's own parser reads the same files.
 
     python -m benchmarks.linting [--repeats 5] [--cores 2] [--json FILE]
 """
@@ -97,7 +97,7 @@ from torch.utils.data import Dataset
 
 
 def project(folder: Path, count: int, *, only_loops: bool) -> int:
-    """Writes the files; the number of their bytes."""
+    """Write the files, and return their total size in characters."""
     with (ROOT / "tests/data/lint/correct-styles.jsonl").open(encoding="utf-8") as scripts:
         loops = [json.loads(script)["source"] for script in scripts]
     around = itertools.cycle(loops)
@@ -114,7 +114,7 @@ def project(folder: Path, count: int, *, only_loops: bool) -> int:
 
 
 def _cut(lines: list[str]) -> str:
-    """The longest beginning of at most 300 lines that is a whole script, filled up with comments."""
+    """Return the longest prefix of at most 300 lines that parses, padded with comments."""
     for end in range(LINES, 0, -1):
         text = "\n".join(lines[:end])
         try:
@@ -125,7 +125,8 @@ def _cut(lines: list[str]) -> str:
     raise AssertionError("no script")
 
 
-def timed(*command: str) -> float:
+def command_seconds(*command: str) -> float:
+    """Return the seconds of a command, which may report findings."""
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -135,24 +136,24 @@ def timed(*command: str) -> float:
 PARSE = "import ast,pathlib,sys\nfor p in pathlib.Path(sys.argv[1]).iterdir(): ast.parse(p.read_text())"
 
 
-def measured(count: int, repeats: int, *, only_loops: bool) -> dict[str, Any]:
+def measure(count: int, repeats: int, *, only_loops: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = project(folder, count, only_loops=only_loops)
         runs: dict[str, list[float]] = {"lint": [], "python's parser alone": []}
         for _ in range(repeats):
-            runs["lint"].append(timed(sys.executable, "-m", "ampaudit", "lint", "-q", str(folder)))
-            runs["python's parser alone"].append(timed(sys.executable, "-c", PARSE, str(folder)))
-    found = {
+            runs["lint"].append(command_seconds(sys.executable, "-m", "ampaudit", "lint", "-q", str(folder)))
+            runs["python's parser alone"].append(command_seconds(sys.executable, "-c", PARSE, str(folder)))
+    times = {
         name: {"median_s": statistics.median(t), "least_s": min(t), "most_s": max(t)}
         for name, t in runs.items()
     }
-    return {"files": count, "lines": count * LINES, "bytes": size, **found}
+    return {"files": count, "lines": count * LINES, "bytes": size, **times}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options_of = parser(__doc__, repeats=5)
-    options_of.add_argument("--cores", type=int, default=2, help="for lint; the parser runs on one")
+    options_of.add_argument("--cores", type=int, default=2, help="cores for lint; the parser uses one")
     options = options_of.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))[-options.cores :]
     os.sched_setaffinity(0, cores)  # for the commands, too
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("250 files, a loop in each", 250, False),
         ("500 files, a loop in each", 500, False),
     ):
-        result[label] = measured(2 if options.smoke else count, options.repeats, only_loops=only)
+        result[label] = measure(2 if options.smoke else count, options.repeats, only_loops=only)
         lint, parse = result[label]["lint"], result[label]["python's parser alone"]
         print(
             f"{label}: {lint['median_s']:.2f} s ({lint['least_s']:.2f} to {lint['most_s']:.2f}),"

@@ -1,6 +1,7 @@
-"""What reading a model's files as data costs, in multiples of torch's own loaders, measured in turns.
+"""Measures what reading a model's files as data costs, in multiples of torch's own loaders, interleaved.
 
-Exported programs: ``torch.export.load``. Checkpoints: ``torch.load(weights_only=True, mmap=True)``.
+Torch's loaders are ``torch.export.load`` for exported programs and
+``torch.load(weights_only=True, mmap=True)`` for checkpoints.
 
     python -m benchmarks.loading [--repeats 9] [--json FILE]
 """
@@ -40,7 +41,7 @@ def bert() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def pairs(folder: Path, *, smoke: bool) -> Iterator[Pair]:
-    """The name, our reader and torch's of each file."""
+    """Return our reader and torch's of each file, by name."""
     torch.save({f"layers.{i}.weight": torch.randn(8, 8) for i in range(2000)}, folder / "many.pt")
     yield "checkpoint of 2,000 tensors", *checkpoints(folder / "many.pt")
     for layers in (1,) if smoke else (1, 10, 100, 400):

@@ -1,7 +1,7 @@
-"""Torch's own sample inputs for every op: native 16-bit kernels, and real CPU autocast, against the audit.
+"""Compares native 16-bit kernels and real CPU autocast with the audit, on torch's samples of every op.
 
-Compared are the dtype of each output, its verdict (finite, inf, NaN), and the largest difference in units of
-the format's eps times the peak. ``--scale`` multiplies the inputs, so that what overflows inside an op shows.
+Compares the dtype of each output, its verdict (finite, inf, NaN), and the largest difference in units of the
+format's eps times the peak. ``--scale`` multiplies the inputs, which exposes overflow inside an op.
 
     python -m benchmarks.native_ops [--samples 4] [--scale 1 200] [--json FILE] [OP ...]
 """
@@ -24,7 +24,7 @@ RUNS = (("half", torch.float16), ("half", torch.bfloat16), ("torch-cpu", torch.b
 
 
 def rows(names: list[str], samples: int, scales: list[float]) -> list[dict[str, Any]]:
-    """The worst comparison of each op, policy, format and scale."""
+    """Return the worst comparison of each op, policy, format and scale."""
     found = []
     for info in op_db:
         if names and info.name not in names:
@@ -41,7 +41,7 @@ def rows(names: list[str], samples: int, scales: list[float]) -> list[dict[str, 
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Counts by policy, format and scale, then every op that differs."""
+    """Return counts by policy, format and scale, then a line for each op that differs."""
     counts: Counter[tuple[str, str, float, str]] = Counter(
         (row["policy"], row["dtype"], row["scale"], row["kind"]) for row in found
     )
@@ -58,9 +58,9 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("ops", nargs="*")
-    words.add_argument("--samples", type=int, default=4)
-    words.add_argument("--scale", type=float, nargs="+", default=[1.0, 200.0])
+    words.add_argument("ops", nargs="*", help="names in torch's op_db (default: all)")
+    words.add_argument("--samples", type=int, default=4, help="samples of each op")
+    words.add_argument("--scale", type=float, nargs="+", default=[1.0, 200.0], help="factors for the inputs")
     options = words.parse_args(arguments)
     if options.smoke:
         options.ops, options.samples, options.scale = ["add"], 1, [1.0]

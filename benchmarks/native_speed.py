@@ -1,7 +1,7 @@
-"""Whether this CPU's own 16-bit kernels could take the place of emulation: the same bits, and in less time?
+"""Shows whether this CPU's own 16-bit kernels could replace emulation: same results, in less time.
 
-Prints for each op the share of its results that differ, and the time of the 16-bit kernel and of the float32
-kernel alone (the least of several). The sizes are those of BERT-base and ResNet-50.
+Prints for each op the share of results that differ, and the times of its 16-bit and its float32 kernel (the
+smallest of several). The sizes are those of BERT-base and ResNet-50.
 
     python -m benchmarks.native_speed [--repeats 15] [--json FILE]
 """
@@ -22,7 +22,7 @@ Call = Callable[..., torch.Tensor]
 
 
 def calls(scale: int) -> dict[str, tuple[Call, tuple[torch.Tensor, ...]]]:
-    """Ops with their arguments in float32; all sizes are divided by a scale."""
+    """Return ops with their float32 arguments; ``scale`` divides all sizes."""
     width, image = 768 // scale, 56 // scale
     states, wide = torch.randn(4, 128, width), torch.randn(4, 128, 4 * width)
     heads, pixels = torch.randn(4, 12, 128, 64), torch.randn(4, 64, image, image)

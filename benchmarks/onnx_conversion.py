@@ -1,7 +1,7 @@
-"""Conversions of generated ONNX models to float16 by several converters: time, memory, correctness.
+"""Compares converters of ONNX models to float16 on generated models: time, memory, correctness.
 
-Each converter runs in a process of its own. Its file is judged against the float32 model by a run that
-rounds every 16-bit value (`tests/support/onnx_strict.py`), by ONNX's checker, and by ONNX Runtime.
+Each converter runs in its own process. Its file is compared with the float32 model in a run that rounds
+every 16-bit value (`tests/support/onnx_strict.py`), and read by ONNX's checker and ONNX Runtime.
 
     python -m benchmarks.onnx_conversion [--models bert,t5] [--tools autocast,ampaudit] [--python PATH]
         [--repeats 3] [--limit 300] [--json FILE]
@@ -47,7 +47,7 @@ COMMANDS = {"ampaudit": AMPAUDIT, **dict.fromkeys(PEERS, PEER)}
 
 @dataclass(frozen=True)
 class Run:
-    """One process: its exit status (None when it ran into the limit), and what it cost."""
+    """The exit status of a process (``None`` if it reached the time limit), and what it cost."""
 
     status: int | None
     seconds: float
@@ -55,7 +55,7 @@ class Run:
     error: str
 
 
-# a small process starts the converter: Linux adds the peak of a process to that of the ones it starts
+# a small process starts the converter, because on Linux a child's peak memory begins at that of its parent
 LAUNCHER = """
 import json, os, sys, time
 limit, started = float(sys.argv[1]), time.perf_counter()
@@ -76,14 +76,14 @@ print(json.dumps([status, time.perf_counter() - started, usage.ru_maxrss * 1024]
 
 def run(command: list[str], limit: float) -> Run:
     launcher = [sys.executable, "-S", "-c", LAUNCHER, str(limit), *command]
-    made = subprocess.run(launcher, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
-    *lines, figures = made.stderr.decode(errors="replace").strip().splitlines()
-    said = [line for line in lines if line.strip()]
-    return Run(*json.loads(figures), without_folders(said[-1]) if said else "")
+    done = subprocess.run(launcher, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+    *lines, figures = done.stderr.decode(errors="replace").strip().splitlines()
+    messages = [line for line in lines if line.strip()]
+    return Run(*json.loads(figures), without_folders(messages[-1]) if messages else "")
 
 
-def converted(name: str, python: str, model: Path, folder: Path, options: argparse.Namespace) -> list[Run]:
-    """Run a converter until it is slow or fails, at most as often as asked."""
+def convert(name: str, python: str, model: Path, folder: Path, options: argparse.Namespace) -> list[Run]:
+    """Run a converter ``options.repeats`` times; stop early if it fails or is slow."""
     places = {
         "name": name,
         "model": str(model),
@@ -92,21 +92,21 @@ def converted(name: str, python: str, model: Path, folder: Path, options: argpar
         "output": str(folder / "model.onnx"),
     }
     command = [python, *(part.format(**places) for part in COMMANDS[name])]
-    made: list[Run] = []
-    while len(made) < options.repeats:
+    runs: list[Run] = []
+    while len(runs) < options.repeats:
         shutil.rmtree(folder, ignore_errors=True)
         if name != "ampaudit":
             folder.mkdir(exist_ok=True)
-        made.append(run(command, options.limit))
-        if made[-1].status != 0 or made[-1].seconds > SLOW_SECONDS:
+        runs.append(run(command, options.limit))
+        if runs[-1].status != 0 or runs[-1].seconds > SLOW_SECONDS:
             break
-    return made
+    return runs
 
 
-def judged(path: Path, inputs: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Say whether a converted file loads and computes what the float32 model does."""
+def judge(path: Path, inputs: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """Return whether a converted file loads and computes what the float32 model does."""
     model = onnx.load(path, load_external_data=False)
-    kinds, float32_ops, casts = counted(model)
+    kinds, float32_ops, casts = count_ops(model)
     found: dict[str, Any] = {
         "float32_ops": float32_ops,
         "casts": casts,
@@ -137,18 +137,18 @@ def verdict(outputs: dict[str, Any], reference: dict[str, Any], tolerance: float
     return {"verdict": "ok" if error <= tolerance else "wrong", "error": error}
 
 
-def counted(model: onnx.ModelProto) -> tuple[set[int], int, int]:
-    """All element types, the ops that compute in float32, and the casts; subgraphs included."""
-    with suppress(Exception):  # types that contradict each other: what the file declares is counted
+def count_ops(model: onnx.ModelProto) -> tuple[set[int], int, int]:
+    """Return all element types, and count float32 ops and casts, subgraphs included."""
+    with suppress(Exception):  # if types contradict each other, the declared ones count
         model = onnx.shape_inference.infer_shapes(model)
     found, ops, casts = set(), 0, 0
     for graph, known in scopes(model.graph, {}):
         found |= set(known.values())
         for node in graph.node:
             casts += node.op_type == "Cast"
-            made = {known.get(n) for n in node.output}
-            read = {known.get(n) for n in node.input} if not made & FLOATS else set()
-            ops += node.op_type not in ("Cast", "Constant") and TensorProto.FLOAT in made | read
+            outputs = {known.get(n) for n in node.output}
+            inputs = {known.get(n) for n in node.input} if not outputs & FLOATS else set()
+            ops += node.op_type not in ("Cast", "Constant") and TensorProto.FLOAT in outputs | inputs
     return found, ops, casts
 
 
@@ -176,17 +176,17 @@ def first_line(error: Exception) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Shorten absolute paths to file names: results name no machine."""
+    """Shorten absolute paths to file names, so that results do not depend on the machine."""
     return re.sub(r"(?<!\S)/\S*/", "", text)[:300]
 
 
-def measured(
+def measure(
     tool: str, model: Path, inputs: Any, reference: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     python = sys.executable if tool == "ampaudit" else options.python
     with tempfile.TemporaryDirectory(dir=options.folder) as parent:
         folder = Path(parent) / "out"
-        runs = converted(tool, python, model, folder, options)
+        runs = convert(tool, python, model, folder, options)
         row: dict[str, Any] = {
             "seconds": [round(r.seconds, 3) for r in runs],
             "median_s": round(statistics.median(r.seconds for r in runs), 3),
@@ -198,15 +198,15 @@ def measured(
         # ampaudit's exit code 1 says that there are findings
         if not output.exists() or runs[-1].status not in (0, *([1] if tool == "ampaudit" else [])):
             return {**row, "verdict": "crash", "reason": runs[-1].error}
-        return {**row, **judged(output, inputs, reference)}
+        return {**row, **judge(output, inputs, reference)}
 
 
 def versions(python: str) -> dict[str, str]:
     code = "from importlib.metadata import version; import sys; print(version(sys.argv[1]))"
     found = {}
     for package in PACKAGES:
-        made = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
-        found[package] = made.stdout.strip() or "not installed"
+        done = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
+        found[package] = done.stdout.strip() or "not installed"
     return found
 
 
@@ -233,14 +233,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["models"] = json.loads(options.json.read_text(encoding="utf-8"))["models"]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.models.split(","):
-            made = compared(name, Path(folder) / name, options)
+            figures = compare(name, Path(folder) / name, options)
             earlier = found["models"].get(name, {"tools": {}})["tools"]
-            found["models"][name] = {**made, "tools": {**earlier, **made["tools"]}}
+            found["models"][name] = {**figures, "tools": {**earlier, **figures["tools"]}}
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def compared(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     path, inputs = build(name, folder, options.size)
     np.savez(folder / "inputs.npz", **inputs)
     reference = run_fp32(path, inputs)
@@ -249,7 +249,7 @@ def compared(name: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     print(f"{name}: {nodes} nodes, {size / 1e6:.1f} MB", flush=True)
     rows: dict[str, Any] = {}
     for tool in options.tools.split(","):
-        rows[tool] = row = measured(tool, path, inputs, reference, options)
+        rows[tool] = row = measure(tool, path, inputs, reference, options)
         shown = (
             f"  {tool:22} {row['verdict']:14} {row.get('float32_ops', '-')}/{row.get('casts', '-')} "
             f"{row['median_s']:.1f} s {row['peak_mb']:,} MB {row.get('error') or row.get('reason', '')}"

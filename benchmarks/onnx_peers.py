@@ -1,8 +1,8 @@
-"""Converts an ONNX file to float16 with a converter of somebody else, in a process of its own.
+"""Converts an ONNX file to float16 with another project's converter.
 
     python benchmarks/onnx_peers.py NAME model.onnx inputs.npz out/model.onnx [LIMIT]
 
-float32 inputs and outputs are kept, and every other setting is its converter's default, but for LIMIT: the
+Inputs and outputs stay float32, and every other setting has the converter's default, except LIMIT: the
 largest value that AutoCast leaves in float16.
 """
 

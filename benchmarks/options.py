@@ -1,4 +1,4 @@
-"""The options that all benchmarks have, and the sizes of models in a smoke run."""
+"""The options that all benchmarks share, and the sizes of models in a smoke run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "
 
 
 class _Smoke(argparse.Action):
-    """Asks for a smoke run, in which nothing is repeated."""
+    """Turns on the smoke run, in which nothing is repeated."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, *_: Any) -> None:
         namespace.smoke, namespace.repeats = True, 1
@@ -20,13 +20,13 @@ class _Smoke(argparse.Action):
 
 def parser(description: str | None, repeats: int | None = None) -> argparse.ArgumentParser:
     """Return a parser that knows ``--json``, ``--smoke`` and, with a default, ``--repeats``."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if repeats is not None:
-        made.add_argument("--repeats", type=int, default=repeats)
-    made.add_argument("--json", type=Path, help="keep the figures in a file")
-    made.add_argument(
-        "--smoke", action=_Smoke, nargs=0, default=False, help="run the least of all; figures mean nothing"
+        options.add_argument("--repeats", type=int, default=repeats, help="repetitions of each measurement")
+    options.add_argument("--json", type=Path, help="write the figures to a file")
+    options.add_argument(
+        "--smoke", action=_Smoke, nargs=0, default=False, help="run a minimal case; its figures mean nothing"
     )
-    return made
+    return options

@@ -1,9 +1,9 @@
-"""What a trace along the path of given inputs costs, against the general trace and one forward pass.
+"""Measures what a trace along the path of given inputs costs, against the general trace and a forward pass.
 
-The two models compute the same, but one of them asks in each layer whether its values are too large.
+The two models compute the same, but in each layer one of them tests whether its values are too large.
 Layers are added to show that the cost grows linearly.
 
-python -m benchmarks.paths [--json FILE]
+    python -m benchmarks.paths [--json FILE]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Asking(Plain):
     asks = True
 
 
-def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, float]:
+def measure(layers: int, width: int, rows: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(0)
     x = torch.randn(rows, width)
     plain, asking = Plain(layers, width).eval(), Asking(layers, width).eval()
@@ -80,7 +80,7 @@ def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, floa
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, repeats=3).parse_args(arguments)
     sizes = [(n, 64, 8) for n in LAYERS] + [(n, 768, 512) for n in LAYERS[:2]]
-    rows = [measured(*size, options.repeats) for size in ([(1, 8, 2)] if options.smoke else sizes)]
+    rows = [measure(*size, options.repeats) for size in ([(1, 8, 2)] if options.smoke else sizes)]
     for row in rows:
         print(row, flush=True)
     if options.json is not None:

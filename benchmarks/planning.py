@@ -1,8 +1,8 @@
-"""What deciding costs: loading every shipped policy, and planning graphs of growing size under each.
+"""Measures what planning costs: loading every shipped policy, and planning graphs of growing size.
 
-Prints the load time of all policies in a fresh process (and proves that torch stayed out of it), then per
-policy the time to plan graphs of 100 to 10,000 sites and the exponent of the power law through them (1 is
-linear).
+Prints the load time of all policies in a fresh process (and checks that torch was not imported), then for
+each policy the time to plan graphs of 100 to 10,000 sites and the exponent of the power law through them (1
+is linear).
 
     python -m benchmarks.planning [--repeats 5] [--json FILE]
 """

@@ -1,7 +1,7 @@
-"""What the bound pass costs beside one plain FP32 forward, and how much of an encoder it proves.
+"""Measures what the bound pass costs against a plain FP32 forward, and how much of an encoder it proves.
 
-Both are timed side by side, forward and bound pass in turns. The pass is also timed on encoders of 1 to 12
-layers: it reads each weight once, so its time grows with their number.
+Forward and bound pass alternate. The pass is also timed on encoders of 1 to 12 layers: it reads each weight
+once, so its time grows with the number of weights.
 
     python -m benchmarks.proofs [--repeats 9] [--json FILE]
 """
@@ -45,7 +45,7 @@ def encoder(layers: int, attention: str, smoke: bool) -> tuple[torch.nn.Module, 
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def measured(layers: int, attention: str, policy: str, repeats: int, smoke: bool) -> dict[str, Any]:
+def measure(layers: int, attention: str, policy: str, repeats: int, smoke: bool) -> dict[str, Any]:
     model, inputs = encoder(layers, attention, smoke)
     rules, author = load_policy(policy), load_policy("torch-cuda")
     traced = trace(model, (), inputs, TraceConfig(rules, author, FLOAT16))
@@ -74,8 +74,8 @@ def measured(layers: int, attention: str, policy: str, repeats: int, smoke: bool
     }
 
 
-def attacked(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]:
-    """Proved sites of BERT-base nearest to the limit by their bound, searched for an input that passes it."""
+def attack(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]:
+    """Search for inputs that exceed the bounds of the proved sites of BERT-base with the largest bounds."""
     model, _ = encoder(layers, "eager", smoke)
     ids = torch.randint(0, 30_000, (1, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, repeats=9).parse_args(arguments)
     smoke, layers = options.smoke, (1, 1, 2) if options.smoke else LAYERS
     cases = [(kind, policy) for kind in ("sdpa", "eager") for policy in ("ampaudit", "torch-cuda", "half")]
-    rows = [measured(layers[-1], *case, options.repeats, smoke) for case in (cases[:1] if smoke else cases)]
+    rows = [measure(layers[-1], *case, options.repeats, smoke) for case in (cases[:1] if smoke else cases)]
     print(f"BERT-base, {layers[-1]} layers, 4 x 128")
     for row in rows:
         share = row["proved"] / row["sites"]
@@ -107,12 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"({row['ratio_low']:.2f} to {row['ratio_high']:.2f})  proved {row['proved']} of {row['sites']} "
             f"({share:.0%})"
         )
-    growing = [measured(count, "sdpa", "torch-cuda", options.repeats, smoke) for count in layers]
+    growing = [measure(count, "sdpa", "torch-cuda", options.repeats, smoke) for count in layers]
     power = exponent({row["layers"]: row["bound_s"] for row in growing[1:]})
     print("seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{power:.2f}")
-    attack = attacked(layers[-1], *((1, 2) if smoke else (12, 24)), smoke)
+    search = attack(layers[-1], *((1, 2) if smoke else (12, 24)), smoke)
     print(
-        f"attacked {attack['sites']} proved sites: {attack['largest_share_of_bound']:.2g} of a bound reached"
+        f"attacked {search['sites']} proved sites: {search['largest_share_of_bound']:.2g} of a bound reached"
     )
     if options.json:
         data = {
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "encoders": rows,
             "growing": growing,
             "exponent": power,
-            "attack": attack,
+            "attack": search,
         }
         options.json.write_text(json.dumps(data, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""How many sites of BERT, LLaMA, ViT, T5 and ResNet are proved; the bound pass beside the trace.
+"""Counts the proved sites of BERT, LLaMA, ViT, T5 and ResNet, and times the bound pass against the trace.
 
     python -m benchmarks.proved_share [--repeats 5] [--json FILE]
 
@@ -34,7 +34,7 @@ POLICIES = ("half", "torch-cuda")
 
 
 def full_size(name: str) -> ZooModel:
-    """BERT-base, ViT-base, T5-small, ResNet-50, and a narrow LLaMA."""
+    """Return BERT-base, ViT-base, T5-small, ResNet-50, or a narrow LLaMA."""
     import transformers as t
 
     ids = torch.randint(3, 30_000, (1, 64))
@@ -61,8 +61,8 @@ def full_size(name: str) -> ZooModel:
             return ZooModel(t.ResNetForImageClassification(t.ResNetConfig()), pixels)
 
 
-def measured(name: str, size: str, policy: str, repeats: int) -> dict[str, Any]:
-    """Shares and times of one model under one policy."""
+def measure(name: str, size: str, policy: str, repeats: int) -> dict[str, Any]:
+    """Count the proved sites of one model under one policy, and time its trace and bound pass."""
     torch.manual_seed(0)
     zoo = ZOO[name]() if size == "tiny" else full_size(name)
     rules, author = load_policy(policy), load_policy("torch-cuda")
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = [(name, size, policy) for size in ("tiny", "full") for name in MODELS for policy in POLICIES]
-    rows = [measured(*case, options.repeats) for case in (cases[:1] if options.smoke else cases)]
+    rows = [measure(*case, options.repeats) for case in (cases[:1] if options.smoke else cases)]
     for row in rows:
         share = row["proved"] / row["sites"]
         unproved = ", ".join(f"{op} {count}" for op, count in row["unproved"].items())

@@ -1,4 +1,4 @@
-"""What recording a call costs, in multiples of copying its inputs to a file, and in memory, in turns.
+"""Measures what recording a call costs, against copying its inputs to a file and in memory, interleaved.
 
 python -m benchmarks.recording [--repeats 15] [--json FILE]
 """
@@ -23,8 +23,8 @@ from benchmarks.options import parser
 from benchmarks.timing import seconds
 
 
-class Takes(nn.Module):
-    """Does nothing with its inputs, so that a call costs what is recorded of it."""
+class DoesNothing(nn.Module):
+    """Ignores its inputs, so that a recorded call costs nothing but its recording."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         return
@@ -42,7 +42,7 @@ TOKEN = {"one token": {"ids": torch.ones(1, 1, dtype=torch.long)}}
 
 
 def inputs() -> dict[str, Any]:
-    """Calls of different sizes: of a decoder, of a diffusion model, and of large activations."""
+    """Return calls of different sizes: of a decoder, of a diffusion model, and with large activations."""
     return TOKEN | {
         "a latent of 64 x 64 and its text": {"x": torch.randn(2, 4, 64, 64), "text": torch.randn(2, 77, 768)},
         "a cache of 12 layers, 512 tokens": {"past": cache(12, 512)},
@@ -59,31 +59,31 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [found for item in items for found in tensors(item)]
 
 
-def written(found: list[torch.Tensor], path: Path) -> None:
+def write_tensors(values: list[torch.Tensor], path: Path) -> None:
     """Copy the tensors to a new file, and do nothing else."""
     with path.open("wb", buffering=0) as stream:
-        for tensor in found:
+        for tensor in values:
             stream.write(tensor.numpy().data)
 
 
-def measured(given: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
-    """Time a recorded call of a module that does nothing, and copies of its inputs, in turns."""
-    model, found = Takes(), tensors(given)
+def measure(kwargs: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
+    """Time a recorded call of a module that does nothing, and copies of its inputs, interleaved."""
+    model, values = DoesNothing(), tensors(kwargs)
     times: list[tuple[float, float, float]] = []
     with ampaudit.record(model, folder / "calls", max_bytes="64GB", first=10**6) as recording:
-        model(**given)  # makes the directory
+        model(**kwargs)  # creates the directory
         for number in range(repeats):
             file = folder / f"{number}.bin"
-            memory = seconds(lambda: [tensor.clone() for tensor in found])
-            plain = seconds(lambda file=file: written(found, file))  # type: ignore[misc]
-            times.append((seconds(lambda: model(**given)), plain, memory))
+            memory = seconds(lambda: [tensor.clone() for tensor in values])
+            plain = seconds(lambda file=file: write_tensors(values, file))  # type: ignore[misc]
+            times.append((seconds(lambda: model(**kwargs)), plain, memory))
             for old in (file, *(folder / "calls").glob("call-*")):
                 old.unlink()
     assert recording.recorded == repeats + 1, recording
     shutil.rmtree(folder / "calls")
     recorded, plain, memory = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
     return {
-        "bytes": sum(tensor.nbytes for tensor in found),
+        "bytes": sum(tensor.nbytes for tensor in values),
         "recording_ms": round(recorded, 3),
         "copy_to_a_file_ms": round(plain, 3),
         "copy_in_memory_ms": round(memory, 3),
@@ -93,7 +93,7 @@ def measured(given: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any
 
 
 def unrecorded(repeats: int, folder: Path) -> dict[str, Any]:
-    """What a call of another module costs while a program is recorded."""
+    """Measure how much longer the call of another module takes while a program is recorded."""
     model = nn.Identity()
     value = torch.ones(1)
 
@@ -114,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
     with tempfile.TemporaryDirectory() as folder:
-        for name, given in (TOKEN if options.smoke else inputs()).items():
-            found[name] = measured(given, options.repeats, Path(folder))
+        for name, kwargs in (TOKEN if options.smoke else inputs()).items():
+            found[name] = measure(kwargs, options.repeats, Path(folder))
             print(name, found[name])
         found["a call that is not recorded"] = unrecorded(options.repeats, Path(folder))
         print(found["a call that is not recorded"])

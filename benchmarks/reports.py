@@ -1,7 +1,7 @@
-"""What rendering costs: every format of a saved report of 5,000 sites.
+"""Measures what rendering a saved report of 5,000 sites costs, in every format.
 
 Prints the time of each format in this process (medians), the time of the whole command, which is what a user
-waits for, and the size of pages. ``growth.py`` has the time of larger ones.
+waits for, and the size of HTML pages. ``growth.py`` times larger reports.
 
     python -m benchmarks.reports [--repeats 9] [--json FILE]
 """
@@ -34,15 +34,15 @@ FORMS = tuple(form for form in OUTPUT_FORMATS if form != "text")
 LIMIT_SECONDS = 1.0
 
 
-def stretched(report: Report, sites: int) -> Report:
-    """The same model, again and again."""
+def repeat_sites(report: Report, sites: int) -> Report:
+    """Return the report of a larger model, which repeats the original one."""
     own = report.sites
-    made = []
+    repeated = []
     for index in range(sites):
         site = own[index % len(own)]
         layer = f"stack.{index // len(own)}.{site.layer}"
-        made.append(replace(site, layer=layer, site=SiteId(f"{layer}/{site.op}#{index}")))
-    return replace(report, sites=tuple(made))
+        repeated.append(replace(site, layer=layer, site=SiteId(f"{layer}/{site.op}#{index}")))
+    return replace(report, sites=tuple(repeated))
 
 
 def spread(call: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sites, sizes = (50, (20, 50)) if options.smoke else (5000, SIZES)
     base = parse_document(SAVED.read_text(encoding="utf-8"), SAVED.name)
     assert isinstance(base, Report)
-    report = stretched(base, sites)
+    report = repeat_sites(base, sites)
     found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
     found["sites"] = sites
     found["rendering"] = {form: spread(lambda f=form: as_file(report, f), options.repeats) for form in FORMS}
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["command"] = {
             f: spread(lambda f=f: command(path, f), options.repeats) for f in ("html", "sarif")
         }
-    found["page bytes"] = {size: len(as_file(stretched(base, size), "html").encode()) for size in sizes}
+    found["page bytes"] = {size: len(as_file(repeat_sites(base, size), "html").encode()) for size in sizes}
     show(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

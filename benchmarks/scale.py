@@ -1,8 +1,8 @@
-"""What shared audits cost: the size of records, and the time and memory of rank 0, which joins all of them.
+"""Measures what shared audits cost: the size of records, and the time and memory of rank 0, which joins them.
 
-Sizes are of real records. For the fold, the record of BERT-base stands for larger models: its sites under
-other names, with other numbers from a seed, as each rank would send them. Each fold runs in a process of its
-own. What docs/scale.md derives from the results is computed by ``benchmarks/scale_figures.py``.
+Sizes are those of real records. For the fold, records of larger models are derived from that of BERT-base:
+its sites under other names, with other numbers from a seed, as each rank would send them. Each fold runs in
+its own process. ``benchmarks/scale_figures.py`` computes what docs/scale.md derives from the results.
 
     python -m benchmarks.scale [--repeats 9] [--json FILE]
 """
@@ -38,7 +38,7 @@ from benchmarks.scan_overhead import _reset_peak, _resident, time_subject
 
 BATCHES = 2
 LIMIT = 500  # bytes per measured value and batch
-# ranks, one batch each, and sites; the last is the aim
+# ranks, one batch each, and sites; the last is the target
 FOLDS = ((10, 1000), (100, 1000), (1000, 1000), (10, 10_000), (100, 10_000), (1000, 10_000))
 SCALED = (
     "ref_peak",
@@ -50,8 +50,8 @@ SCALED = (
     "local_err_sq",
     "local_ref_sq",
 )
-NUMBER = 987_654  # stands for the number of the batch
-DISTINCT = 4  # records that are made; ranks send them in turn, each under its own batch's number
+NUMBER = 987_654  # placeholder for the number of the batch
+DISTINCT = 4  # different records; ranks send them in rotation, each under its own batch's number
 
 
 def bert(**size: int) -> tuple[nn.Module, list[Any]]:
@@ -83,12 +83,12 @@ def resnet() -> tuple[nn.Module, list[Any]]:
 
 
 def loss(output: Any) -> torch.Tensor:
-    """A loss of any model."""
+    """Return a loss that fits any of the models."""
     return output.logits.float().square().mean()
 
 
-class Kept(FilePart):
-    """A part whose records are there when its audit has ended."""
+class PartWithRecords(FilePart):
+    """A part that keeps its records after its audit has ended."""
 
     records: dict[int, list[RunRecord]]
 
@@ -100,11 +100,11 @@ class Kept(FilePart):
 def recorded(
     case: Callable[[], tuple[nn.Module, list[Any]]], policy: str, *, backward: bool = False
 ) -> dict[int, list[RunRecord]]:
-    """The records of an audit, by batch."""
+    """Return the records of an audit, by batch."""
     torch.manual_seed(0)
     model, batches = case()
     source = ModelSource("model", "object", model, tuple(Batch((), batch) for batch in batches), loss=loss)
-    policies, share = [load_policy(policy)], Kept(0, 1, [])
+    policies, share = [load_policy(policy)], PartWithRecords(0, 1, [])
     config = ScanConfig(backward=backward)
     share.describe("model", identity_of(source, policies, config))
     try:
@@ -115,7 +115,7 @@ def recorded(
 
 
 def size(records: dict[int, list[RunRecord]]) -> dict[str, Any]:
-    """Bytes of JSON per site and batch, and per measured value, which gradients are as well."""
+    """Return bytes of JSON per site and batch, and per measured value (of sites or gradients)."""
     written = sum(len(records_to_json(record)) for record in records.values())
     sites = [len(record.observations) for found in records.values() for record in found]
     counts = [
@@ -132,38 +132,38 @@ def size(records: dict[int, list[RunRecord]]) -> dict[str, Any]:
     }
 
 
-def enlarged(record: RunRecord, sites: int, made: random.Random) -> RunRecord:
-    """The record of a model with so many sites."""
-    known, found = list(record.observations.items()), {}
+def enlarge(record: RunRecord, sites: int, rng: random.Random) -> RunRecord:
+    """Return the record of a model with ``sites`` sites, with randomly scaled numbers."""
+    known, observations = list(record.observations.items()), {}
     for number in range(sites):
-        name, seen = known[number % len(known)]
-        shift = made.randint(-3, 3)
-        factor = 2.0**shift * made.uniform(0.5, 1.0)
-        scaled = {field: getattr(seen, field) * factor for field in SCALED}
-        bins = {exponent + shift: count for exponent, count in seen.samples.exponents.items()}
-        samples = replace(seen.samples, exponents=bins, max_error=seen.samples.max_error * factor)
+        name, original = known[number % len(known)]
+        shift = rng.randint(-3, 3)
+        factor = 2.0**shift * rng.uniform(0.5, 1.0)
+        scaled = {field: getattr(original, field) * factor for field in SCALED}
+        bins = {exponent + shift: count for exponent, count in original.samples.exponents.items()}
+        samples = replace(original.samples, exponents=bins, max_error=original.samples.max_error * factor)
         batch_peaks = {NUMBER: scaled["ref_peak"]}
-        found[SiteId(f"blocks.{number // len(known)}.{name}")] = replace(
-            seen, batch_peaks=batch_peaks, samples=samples, **scaled
+        observations[SiteId(f"blocks.{number // len(known)}.{name}")] = replace(
+            original, batch_peaks=batch_peaks, samples=samples, **scaled
         )
-    return replace(record, observations=found)
+    return replace(record, observations=observations)
 
 
-def sent(lines: list[bytes], ranks: int) -> Iterator[bytes]:
-    """What each rank sends."""
+def sent_lines(lines: list[bytes], ranks: int) -> Iterator[bytes]:
+    """Yield the line that each rank sends."""
     for rank in range(ranks):
         yield lines[rank % len(lines)].replace(b'"%d":' % NUMBER, b'"%d":' % rank)
 
 
 def fold(record: bytes, ranks: int, sites: int, connection: Any) -> None:
-    """Join the records of ranks, and send what that takes: seconds of one core, and megabytes of memory."""
-    made, (real,) = random.Random(0), records_from_json(record, "record")
-    lines = [records_to_json([enlarged(real, sites, made)]) for _ in range(DISTINCT)]
+    """Join the records of all ranks, and send the cost: seconds of one core, and megabytes of memory."""
+    rng, (real,) = random.Random(0), records_from_json(record, "record")
+    lines = [records_to_json([enlarge(real, sites, rng)]) for _ in range(DISTINCT)]
     reading = 0.0
 
     def read() -> Iterator[list[RunRecord]]:
         nonlocal reading
-        for line in sent(lines, ranks):
+        for line in sent_lines(lines, ranks):
             started = time.process_time()
             found = records_of_rank(line, "rank")
             reading += time.process_time() - started
@@ -190,7 +190,7 @@ def fold(record: bytes, ranks: int, sites: int, connection: Any) -> None:
 
 
 def in_a_process(work: Callable[..., None], *arguments: Any) -> dict[str, Any]:
-    """What a function sends, from a process of its own."""
+    """Run a function in a separate process, and return what it sends."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=work, args=(*arguments, theirs))
     process.start()
@@ -201,8 +201,8 @@ def in_a_process(work: Callable[..., None], *arguments: Any) -> dict[str, Any]:
 
 
 def reading(record: RunRecord, sites: int, repeats: int) -> dict[str, float]:
-    """Milliseconds to write a batch's records, to read them from a rank, and from a file of anyone."""
-    large = [enlarged(record, sites, random.Random(0))]
+    """Return the milliseconds to write a batch's records, and to read them from a rank and from a file."""
+    large = [enlarge(record, sites, random.Random(0))]
     line = records_to_json(large)
     ways: dict[str, Callable[[], Any]] = {
         "written": lambda: records_to_json(large),
@@ -219,7 +219,7 @@ def reading(record: RunRecord, sites: int, repeats: int) -> dict[str, float]:
 
 
 def power(rows: list[dict[str, Any]], axis: str) -> float:
-    """The exponent of seconds against an axis between the first row and the last: 1 is linear."""
+    """Return the exponent of seconds against an axis, from the first row to the last; 1 is linear."""
     first, last = rows[0], rows[-1]
     return round(math.log(last["seconds"] / first["seconds"]) / math.log(last[axis] / first[axis]), 2)
 

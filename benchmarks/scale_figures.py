@@ -1,7 +1,7 @@
-"""Writes the figures of docs/scale.md between marks: those measured, and what follows for large models.
+"""Writes the figures of docs/scale.md between markers: measured ones, and estimates for large models.
 
-What is computed here was not run. All inputs are in ``MODELS``, ``MACHINE`` and the dated result of
-``benchmarks/scale.py``; rates and memory of the GPU are the maker's.
+The estimates were not run. Their inputs are ``MODELS``, ``MACHINE`` and the dated result of
+``benchmarks/scale.py``; rates and memory of the GPU are the vendor's.
 
     python -m benchmarks.scale_figures
 """
@@ -25,12 +25,12 @@ PAIR = 4 + 2  # bytes of a number of both runs: float32, and 16 bits
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU and its host do.
+    """The capacities of a GPU and its host.
 
     Attributes:
         memory: bytes of one GPU.
         fp32: operations per second, without TF32.
-        reached: the share of that rate that products of matrices reach; an assumption.
+        reached: the share of that rate that matrix products reach; an assumption.
         bandwidth: bytes per second of the GPU's memory.
         link: bytes per second from the host's memory to one GPU; each GPU has its own.
         disk: bytes per second from one disk, which all GPUs of a host share.
@@ -49,8 +49,8 @@ class Model:
     """A language model, by the numbers of its published configuration.
 
     Attributes:
-        name: in the table.
-        layers: how many there are.
+        name: its heading in the table.
+        layers: number of layers.
         hidden: width of the residual stream.
         vocabulary: rows of the embedding, and of the head, which is not tied to it.
         attention: weights of the attention of a layer.
@@ -132,10 +132,10 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What an audit of 64 batches takes, if each weight is moved once.
+    """The cost of an audit of 64 batches, if each weight is moved once.
 
     Attributes:
-        model: which.
+        model: the audited model.
         forwards: cost of a batch in plain forward passes.
     """
 
@@ -235,14 +235,14 @@ TABLES = {"forwards": forwards, "sizes": sizes, "folds": folds, "reading": readi
 
 
 def table(name: str) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     head, *rows = TABLES[name](json.loads(RESULT.read_text(encoding="utf-8")))
     rule = ("---", *("--:" for _ in head[1:]))
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
 
 
 def rewritten(text: str) -> str:
-    """The page with the tables of today."""
+    """Return the page with the current tables."""
     for name in TABLES:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)

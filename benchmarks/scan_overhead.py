@@ -1,8 +1,8 @@
-"""What an audit costs, as ratios to the plain FP32 forward pass, all measured in one run.
+"""Measures what an audit costs, as ratios to the plain FP32 forward pass in the same run.
 
-Prints, per model: tracing apart, then the whole scan and ``--ranges`` in multiples of the plain eager
-forward (median and spread over interleaved repetitions), and peak memory in multiples of the plain
-forward's, each measured in a process of its own.
+Prints for each model the time of tracing, then scan and ``--ranges`` without tracing in multiples of the
+plain eager forward (median and spread over interleaved repetitions), and peak memory in multiples of the
+plain forward's, each measured in its own process.
 
     python -m benchmarks.scan_overhead [--repeats 9] [--device cpu|cuda] [--json FILE]
 """
@@ -77,7 +77,7 @@ def runner(case: BenchCase, level: str, device: torch.device) -> Runner:
 
 
 def time_subject(name: str, repeats: int, device: torch.device, *, smoke: bool = False) -> dict[str, Any]:
-    """Interleaved times of the plain forward, the scan and the ranges, after a warm-up of each."""
+    """Time the plain forward, the scan and the ranges, interleaved, after a warm-up of each."""
     torch.manual_seed(0)
     case = CASES[name](smoke)
     runners = {level: runner(case, level, device) for level in ("scan", "ranges")}
@@ -107,7 +107,7 @@ def time_subject(name: str, repeats: int, device: torch.device, *, smoke: bool =
 
 
 def _memory(name: str, level: str, smoke: bool, connection: Any) -> None:
-    """Peak resident bytes above those before the run, in a fresh process."""
+    """Send how far the peak of resident bytes is above those before the run; runs in a fresh process."""
     torch.manual_seed(0)
     case = CASES[name](smoke)
     if level == "plain":
@@ -117,7 +117,7 @@ def _memory(name: str, level: str, smoke: bool, connection: Any) -> None:
     else:
         weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
         one = runner(case, level, torch.device("cpu"))
-        # importing and tracing are not the run: the executor is made, and peak memory reset, before it
+        # importing and tracing do not belong to the run, so peak memory is reset after them
         one.executors.get(case.batch, 0)
         before = _resident("VmRSS") - weights
         _reset_peak()
@@ -144,7 +144,7 @@ def _processor() -> str:
 
 
 def memory_of(name: str, *, smoke: bool) -> dict[str, float]:
-    """Median of peak memory (weights and activations) in bytes, each time in a process of its own."""
+    """Return the median of peak memory (weights and activations) in bytes, over separate processes."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[float]] = {"plain": [], "scan": [], "ranges": []}
     for _ in range(1 if smoke else 5):  # what an allocator keeps differs by a fifth
@@ -158,7 +158,7 @@ def memory_of(name: str, *, smoke: bool) -> dict[str, float]:
 
 
 def help_seconds(repeats: int) -> float:
-    """Median wall time of ``ampaudit --help`` in a process of its own."""
+    """Return the median wall time of ``ampaudit --help``."""
     command = [sys.executable, "-m", "ampaudit", "--help"]
     run = partial(subprocess.run, command, check=True, capture_output=True)
     return statistics.median(repeated_seconds(run, repeats))

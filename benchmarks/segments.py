@@ -1,8 +1,8 @@
-"""What a scan by segment costs: a model whose weights are four times the memory that it may take.
+"""Measures what a scan by segment costs, for a model whose weights are four times the memory limit.
 
-All batches pass one segment of the model before the next is read, so each weight is moved once; that is
-counted in the process that scans. Beside it in turns: the same scan with all weights in memory. Resident
-memory, file pages included, is sampled, and stated above that of the same scan of a model of two layers.
+All batches pass one segment of the model before the next is read, so each weight should be moved once; the
+scanning process counts the moves. The same scan with all weights in memory alternates with it. Memory is the
+sampled resident set size, file pages included, less that of the same scan of a model of two layers.
 
     python -m benchmarks.segments [--gigabytes 1] [--batches 16] [--repeats 3] [--json FILE]
 """
@@ -34,7 +34,7 @@ BATCHES = "\ndef batches():\n    for _ in range({batches}): yield torch.randn(64
 
 
 def scan_and_count(counts: Path, words: list[str]) -> None:
-    """Scan in this process, and write how often each weight was moved."""
+    """Scan in this process, and write how often each weight was moved to a file."""
     from ampaudit.cli.program import main
     from ampaudit.run.lockstep import MasterWeights
 
@@ -57,7 +57,7 @@ def scan_and_count(counts: Path, words: list[str]) -> None:
 
 
 def command(folder: Path, counts: Path, layers: int, width: int, batches: int) -> list[str]:
-    """Write a model, and return the command that scans it and counts."""
+    """Write a model, and return the command that scans it and counts moves of weights."""
     model, weights = folder / f"{layers}.py", folder / f"{layers}.safetensors"
     make_checkpoint(weights, layers, width)
     model.write_text(MODEL.format(layers=layers, width=width) + BATCHES.format(batches=batches))
@@ -67,7 +67,7 @@ def command(folder: Path, counts: Path, layers: int, width: int, batches: int) -
 
 
 def measure(folder: Path, layers: int, width: int, batches: int, repeats: int) -> dict[str, Any]:
-    """Scan by segment and with all weights in memory, in turns."""
+    """Scan by segment and with all weights in memory, interleaved."""
     counts = folder / "counts.json"
     child = command(folder, counts, layers, width, batches)
     size = (folder / f"{layers}.safetensors").stat().st_size

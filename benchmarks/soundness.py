@@ -1,10 +1,10 @@
-"""Random programs against their bounds: no value may leave its own. Prints what is found, cut down.
+"""Checks random programs against their bounds, which no value may leave; prints minimal counterexamples.
 
     python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--samples 4] [--json FILE]
 
-Each seed makes 40 branches of up to six steps (``tests/support/soundness``), which are traced as one model,
-bounded, and run on hostile inputs in their true dtypes and as a scan emulates them. Then come torch's
-own sample inputs, ``--samples`` for every op, on their own ranges and wider ones, in float32 and float16.
+Each seed yields 40 branches of up to six steps (``tests/support/soundness``), which are traced as one model,
+bounded, and run on hostile inputs, both in their true dtypes and as a scan emulates them. Then follow torch's
+own sample inputs, ``--samples`` for each op, in their own and in wider ranges, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHUNK = 50  # tasks for one set of processes
 
 
 def kind_of(example: Counterexample) -> str:
-    """The class of a counterexample: the op at which a value first escapes, or what is raised."""
+    """Return the class of a counterexample: the op at which a value first escapes, or the exception."""
     if example.problem.startswith(RAISED):
         return re.sub(r"\d+", "N", example.problem)[:100]
     target = re.search(r"target=([\w.:]+)", example.problem) or re.search(r"(\w+) :", example.problem)
@@ -49,8 +49,8 @@ def kind_of(example: Counterexample) -> str:
     return f"{target[1] if target else '?'} {kind}"
 
 
-def one(task: tuple[int, int]) -> Report:
-    """One seed, in a process of its own."""
+def examine(task: tuple[int, int]) -> Report:
+    """Examine the programs of one seed; runs in a separate process."""
     seed, rounds = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -58,14 +58,14 @@ def one(task: tuple[int, int]) -> Report:
 
 
 def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, list[int]]:
-    """Examine as many graphs; also the seeds with which torch itself crashed. Progress is printed."""
+    """Examine at least ``graphs`` graphs, printing progress; also return the seeds that crashed torch."""
     total, crashed, started, shown = Report(), list[int](), time.perf_counter(), 0.0
     seen: set[str] = set()
     tasks = [(seed + index, rounds) for index in range(-(-graphs // BRANCHES))]
     for at in range(0, len(tasks), CHUNK):
-        reports, lost = joined(tasks[at : at + CHUNK], processes)
-        for task in lost:  # one of them ended its process: each in a process of its own
-            alone, again = joined([task], 1)
+        reports, lost = run_tasks(tasks[at : at + CHUNK], processes)
+        for task in lost:  # one of them ended its process, so each is run again in its own process
+            alone, again = run_tasks([task], 1)
             reports += alone
             crashed += [failed for failed, _ in again]
         for report in reports:
@@ -73,7 +73,7 @@ def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, li
             for example in report.found:
                 if (kind := kind_of(example)) not in seen:
                     seen.add(kind)
-                    print(f"{kind}, not cut down yet:\n{example}\n", flush=True)
+                    print(f"{kind}, not reduced yet:\n{example}\n", flush=True)
         passed = time.perf_counter() - started
         if passed - shown > 20:
             shown = passed
@@ -81,11 +81,11 @@ def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, li
     return total, crashed
 
 
-def joined(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], list[tuple[int, int]]]:
-    """What processes make of the tasks, and the tasks that were lost when one of them crashed."""
+def run_tasks(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], list[tuple[int, int]]]:
+    """Examine seeds in several processes; also return the tasks that were lost because a process crashed."""
     reports, lost = [], []
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        waiting = {task: pool.submit(one, task) for task in tasks}
+        waiting = {task: pool.submit(examine, task) for task in tasks}
         for task, future in waiting.items():
             try:
                 reports.append(future.result())
@@ -94,8 +94,8 @@ def joined(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], 
     return reports, lost
 
 
-def of_op(task: tuple[int, int]) -> list[str]:
-    """Torch's samples of one op, under the settings of which a CPU has kernels."""
+def problems_of_op(task: tuple[int, int]) -> list[str]:
+    """Return the wrong bounds of torch's samples of one op, under the settings that CPU kernels support."""
     index, count = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -103,20 +103,20 @@ def of_op(task: tuple[int, int]) -> list[str]:
     return [problem for problems in found for problem in problems]
 
 
-def sampled(ops: int, count: int, processes: int) -> list[str]:
-    """What is wrong with the bounds of torch's samples of so many ops."""
+def problems_of_samples(ops: int, count: int, processes: int) -> list[str]:
+    """Return the wrong bounds of torch's samples of the first ``ops`` ops."""
     tasks = [(index, count) for index in range(ops)] if count else []
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        return [problem for problems in pool.map(of_op, tasks, chunksize=10) for problem in problems]
+        return [problem for problems in pool.map(problems_of_op, tasks, chunksize=10) for problem in problems]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("--graphs", type=int, default=100_000)
-    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--graphs", type=int, default=100_000, help="number of random programs")
+    words.add_argument("--seed", type=int, default=0, help="the first seed")
     words.add_argument("--processes", type=int, default=2)
-    words.add_argument("--rounds", type=int, default=7)
-    words.add_argument("--samples", type=int, default=4)
+    words.add_argument("--rounds", type=int, default=7, help="inputs of each program")
+    words.add_argument("--samples", type=int, default=4, help="torch's samples of each op; 0 for none")
     options = words.parse_args(arguments)
     ops = len(op_db)
     if options.smoke:
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{values} values, {bounded / max(values, 1):.0%} with bounds tighter than their dtype; "
         f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
     )
-    problems = sampled(ops, options.samples, options.processes)
+    problems = problems_of_samples(ops, options.samples, options.processes)
     print("\n".join(problems) or f"torch's samples, {options.samples} of each of {ops} ops: nothing escapes")
     if options.json:
         data = {

@@ -1,4 +1,4 @@
-"""What an audit of several steps costs: seconds and traces for growing N, which must grow linearly.
+"""Measures the seconds and traces of an audit of N steps; seconds must grow linearly with N.
 
 python -m benchmarks.steps [--json FILE]
 """
@@ -44,8 +44,8 @@ def decoder() -> tuple[nn.Module, Any]:
     return GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 1000, (2, 8))}
 
 
-def measured(case: Any, count: int, repeats: int) -> dict[str, Any]:
-    """Median seconds of running, apart from tracing, which does not depend on N."""
+def measure(case: Any, count: int, repeats: int) -> dict[str, Any]:
+    """Audit ``count`` steps; return the number of traces, and the median seconds of tracing and running."""
     runs, traces = [], []
     for _ in range(repeats):
         torch.manual_seed(0)
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     found: dict[str, list[dict[str, Any]]] = {}
     for name, case in cases.items():
-        measured(case, 2, 1)  # warm
-        found[name] = [measured(case, count, options.repeats) for count in counts]
+        measure(case, 2, 1)  # warm
+        found[name] = [measure(case, count, options.repeats) for count in counts]
         for row in found[name]:
             print(f"{name:10} {row}")
     if options.json is not None:

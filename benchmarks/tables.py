@@ -1,4 +1,4 @@
-"""Writes the table of docs/bench.md from the dated results, between marks.
+"""Writes the table of docs/bench.md from the dated results, between markers.
 
 python -m benchmarks.tables
 """
@@ -20,7 +20,7 @@ PAGES = (ROOT / "docs" / "bench.md",)
 
 
 def table() -> str:
-    """The latest result of each kind of device, GPUs first."""
+    """Return the table of the latest result of each kind of device, GPUs first."""
     found = {}
     for path in sorted(RESULTS.glob(f"*-{NAME}.json")):
         found[path.name.split("-")[3]] = path

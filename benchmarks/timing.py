@@ -1,4 +1,4 @@
-"""Times calls, and says how their times grow."""
+"""Times calls, and fits the exponent with which their times grow."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The time of one call."""
+    """Return the wall time of one call in seconds."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def repeated_seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """The times of several calls."""
+    """Return the wall times of several calls in seconds."""
     return [seconds(call) for _ in range(repeats)]
 
 
 def exponent(times: Mapping[int, float]) -> float:
-    """Slope of log time against log size, by least squares."""
+    """Return the slope of log time against log size, by least squares."""
     sizes, spent = ([math.log(value) for value in values] for values in (times, times.values()))
     return statistics.linear_regression(sizes, spent).slope

@@ -1,10 +1,10 @@
-"""What training tools cost, as ratios measured in one run.
+"""Measures what the training tools cost, as ratios within one run.
 
     python -m benchmarks.training [--device cpu|cuda] [--repeats 9] [--json FILE]
 
-- ``scan --backward`` against a plain FP32 forward and backward, tracing apart (aim: at most 4);
-- ``watch`` at every 10th step against the bare loop (aim: at most 1.03);
-- ``prepare`` with O1: step time against torch.autocast on CUDA (aim: at most 1), casts per step on a CPU.
+- ``scan --backward`` without tracing, against a plain FP32 forward and backward (target: at most 4);
+- ``watch`` at every 10th step, against the bare loop (target: at most 1.03);
+- ``prepare`` with O1, against torch.autocast: step time (target on CUDA: at most 1), and casts per step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Median of the ratios of neighbouring measurements, with their spread."""
+    """Return the median and spread of the ratios of neighboring measurements."""
     found = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     return {"median": statistics.median(found), "low": found[0], "high": found[-1]}
 
@@ -79,14 +79,14 @@ def resnet(smoke: bool) -> tuple[nn.Module, dict[str, torch.Tensor], Callable[[A
 
 
 def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict[str, Any]:
-    """One audited batch with gradients, in multiples of the plain forward and backward."""
+    """Time an audited batch with gradients, in multiples of the plain forward and backward."""
     torch.manual_seed(0)
     model, kwargs, loss = {"bert": bert, "resnet": resnet}[name](smoke)
     model.train()
-    there = copy.deepcopy(model).to(device)  # the audited one stays where it is traced
+    on_target = copy.deepcopy(model).to(device)  # the audited model stays on the CPU, where it is traced
     on_device = {key: value.to(device) for key, value in kwargs.items()}
     rules = load_policy("torch-cuda")
-    # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
+    # a scale at which nothing overflows: after a fault, the backward pass would be run a second time
     scale = StartingScale(256.0, False, "benchmark")
     plan = RunConfig(
         rules, rules, FLOAT16, device, recorders=(GradientAudit,), functionalize=True, loss_scale=scale
@@ -96,8 +96,8 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     runner.prepare(batch, 0)
 
     def plain() -> None:
-        there.zero_grad()
-        loss(there(**on_device)).backward()
+        on_target.zero_grad()
+        loss(on_target(**on_device)).backward()
 
     for _ in range(2):
         plain()
@@ -123,7 +123,7 @@ def training_loop(
 
 
 def watch(repeats: int, device: torch.device, steps: int) -> dict[str, Any]:
-    """Steps of a small CNN and of a transformer, with and without somebody watching every 10th."""
+    """Time training steps of a small CNN and a transformer, with and without watching every 10th."""
     found = {}
     encoder = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
     subjects = {
@@ -155,7 +155,7 @@ def watch(repeats: int, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def o1(name: str, repeats: int, device: torch.device, smoke: bool) -> dict[str, Any]:
-    """A step of ``prepare`` against torch.autocast: time on CUDA, casts between float formats anywhere."""
+    """Compare a step of ``prepare`` with one under ``torch.autocast``: its time and its casts."""
     torch.manual_seed(0)
     model, kwargs, loss = {"bert": bert, "resnet": resnet}[name](smoke)
     model.to(device).train()

@@ -1,4 +1,4 @@
-"""Measures `ampaudit tune`: how near predicted accuracy is to measured.
+"""Measures `ampaudit tune`: predicted against measured accuracy, its runs, and AutoCast in comparison.
 
 python -m benchmarks.tuning [--parts predictions] [--models bert,t5,cnn,minilm] [--json FILE]
 """
@@ -34,7 +34,7 @@ from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from benchmarks.options import parser
-from benchmarks.tuning_models import Made, made
+from benchmarks.tuning_models import TuningModel, build
 from benchmarks.tuning_peers import HIGHEST, OnnxCase
 from tests.support.tuning import sqnr
 
@@ -47,7 +47,7 @@ PEER_TARGETS = (60.0, 62.0, 64.0)  # dB; AutoCast's default gives the T5 58.5
 Row = dict[str, Any]
 
 
-def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities]:
+def probe_model(model: TuningModel, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities]:
     """Run a model in 16 bits once, and probe its outputs."""
     batches = [Batch((), dict(model.inputs))]
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
@@ -61,16 +61,19 @@ def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, 
     return probe, sensitivities_in(audit)
 
 
-def predictions(model: Made, number_format: NumberFormat, subsets: int) -> Row:
-    """Compare predicted and measured accuracy, of the worst output, of random sets of float32 values."""
+def predictions(model: TuningModel, number_format: NumberFormat, subsets: int) -> Row:
+    """Compare the predicted and measured accuracy of the worst output, for random sets of float32 values."""
     started = time.perf_counter()
-    probe, sensitivities = probed(model, number_format)
+    probe, sensitivities = probe_model(model, number_format)
     seconds = time.perf_counter() - started
     free = [name for name, value in probe.graph.values.items() if value.free]
     draw = random.Random(0)
     sets = [frozenset(n for n in free if draw.random() < share) for share in SHARES * (subsets // 3 + 1)]
     started = time.perf_counter()
-    pairs = [both(probe, sensitivities, chosen, number_format) for chosen in (frozenset(), *sets[:subsets])]
+    pairs = [
+        predicted_and_measured(probe, sensitivities, chosen, number_format)
+        for chosen in (frozenset(), *sets[:subsets])
+    ]
     differences = sorted(abs(p - m) for p, m in pairs[1:])
     return {
         "ops": sum(value.kind == "op" for value in probe.graph.values.values()),
@@ -87,22 +90,23 @@ def predictions(model: Made, number_format: NumberFormat, subsets: int) -> Row:
     }
 
 
-def both(
+def predicted_and_measured(
     probe: SensitivityProbe, sensitivities: Sensitivities, chosen: frozenset[str], number_format: NumberFormat
 ) -> tuple[float, float]:
+    """Return the dB of the worst output with the chosen values in float32: predicted, and measured."""
     outputs = probe.batches[0].run(chosen, torch_dtype(number_format)).values()
     errors = sensitivities.predicted(probe.graph.in_float32(chosen))
     measured = min(sqnr(reference, value.float()) for reference, value in outputs)
     return -10 * math.log10(errors.max()), measured
 
 
-def tunings(model: Made, number_format: NumberFormat, gains: Sequence[float]) -> list[Row]:
-    """Tune for some dB more than everything in 16 bits has."""
-    start = both(*probed(model, number_format), frozenset(), number_format)[1]
+def tunings(model: TuningModel, number_format: NumberFormat, gains: Sequence[float]) -> list[Row]:
+    """Tune for each gain in dB over everything in 16 bits."""
+    start = predicted_and_measured(*probe_model(model, number_format), frozenset(), number_format)[1]
     return [tuning(model, number_format, round(start + gain, 1)) for gain in gains]
 
 
-def tuning(model: Made, number_format: NumberFormat, target: float) -> Row:
+def tuning(model: TuningModel, number_format: NumberFormat, target: float) -> Row:
     started = time.perf_counter()
     report = ampaudit.tune(model.model, dict(model.inputs), dtype=number_format.name, min_sqnr=target)
     return {
@@ -120,8 +124,8 @@ def tuning(model: Made, number_format: NumberFormat, target: float) -> Row:
     }
 
 
-def peers(model: Made, python: str) -> list[Row]:
-    """Convert to float16 with AutoCast and with `tune` for the same accuracies."""
+def peers(model: TuningModel, python: str) -> list[Row]:
+    """Convert to float16 with AutoCast and with `convert --tune`, for the same accuracies."""
     with tempfile.TemporaryDirectory() as folder:
         case = OnnxCase.of(model, Path(folder), python)
         default = {"autocast": case.autocast(HIGHEST)}
@@ -130,9 +134,9 @@ def peers(model: Made, python: str) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = parser(__doc__)
-    words.add_argument("--parts", default="predictions,runs,peers")
-    words.add_argument("--models", default="bert,t5,cnn,minilm")
-    words.add_argument("--python", default=sys.executable, help="the interpreter of AutoCast")
+    words.add_argument("--parts", default="predictions,runs,peers", help="comma-separated")
+    words.add_argument("--models", default="bert,t5,cnn,minilm", help="comma-separated")
+    words.add_argument("--python", default=sys.executable, help="interpreter that AutoCast is installed for")
     options = words.parse_args(arguments)
     subsets, gains, formats = SUBSETS, GAINS, FORMATS
     if options.smoke:
@@ -149,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None and options.json.exists():  # figures of other runs stay
         found = json.loads(options.json.read_text(encoding="utf-8")) | found
     for name in options.models.split(","):
-        model = made(name)
+        model = build(name)
         found.setdefault("trained", {})[name] = model.trained
         for part in options.parts.split(","):
             rows: Row = {}

@@ -1,6 +1,6 @@
-"""Models for `benchmarks.tuning`: two trained here in under a minute, the sentence model, and a BERT-base.
+"""Models for `benchmarks.tuning`: two that are trained here in under a minute, MiniLM, and a BERT-base.
 
-Trained weights are kept in `dist/`, under a name that changes with the code that trains them.
+Trained weights are cached in `dist/`, under a name that changes with this file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY, START = 32, 1
-KEPT = Path(__file__).resolve().parents[1] / "dist" / "trained"
+CACHE = Path(__file__).resolve().parents[1] / "dist" / "trained"
 
 
 @dataclass(frozen=True)
-class Made:
-    """A model with the inputs of a call, and how well it does what it was trained for."""
+class TuningModel:
+    """A model with the inputs of a call, and how often it is right on what it was trained for."""
 
     model: nn.Module
     inputs: dict[str, Tensor]
@@ -82,7 +82,7 @@ class Classifier(nn.Module):
 
 
 def sequences(count: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Draw words that occur once each: T5's decoder sees only which word came before which."""
+    """Draw sequences in which no word repeats, so that the previous word tells the decoder its place."""
     words = torch.rand(count, VOCABULARY - 2).argsort(1)[:, :10] + 2
     backwards = words.flip(1)
     begun = torch.cat([torch.full((count, 1), START), backwards[:, :-1]], 1)
@@ -104,12 +104,12 @@ def stripes(count: int) -> tuple[dict[str, Tensor], Tensor]:
 Draw = Callable[[int], tuple[dict[str, Tensor], Tensor]]
 
 
-def trained(model: nn.Module, draw: Draw, steps: int, batch: int, rate: float) -> Made:
-    """Train a model, or load what an earlier run trained, and say how often it is right on new data."""
+def train(model: nn.Module, draw: Draw, steps: int, batch: int, rate: float) -> TuningModel:
+    """Train a model, or load it from the cache, and measure how often it is right on new data."""
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    kept = KEPT / f"{type(model).__name__.lower()}-{code}.pt"
-    if kept.exists():
-        model.load_state_dict(torch.load(kept, weights_only=True))
+    file = CACHE / f"{type(model).__name__.lower()}-{code}.pt"
+    if file.exists():
+        model.load_state_dict(torch.load(file, weights_only=True))
     else:
         optimizer = torch.optim.AdamW(model.parameters(), rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)
@@ -121,48 +121,54 @@ def trained(model: nn.Module, draw: Draw, steps: int, batch: int, rate: float) -
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        KEPT.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), kept)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), file)
     torch.manual_seed(1)
     inputs, labels = draw(256)
     with torch.no_grad():
         right = (model.eval()(**inputs).argmax(-1) == labels).float().mean().item()
     torch.manual_seed(2)
-    return Made(model.eval(), draw(16)[0], f"{100 * right:.1f} % right")
+    return TuningModel(model.eval(), draw(16)[0], f"{100 * right:.1f} % right")
 
 
-def t5() -> Made:
-    return trained(Reverser(), sequences, 1000, 64, 3e-3)
+def t5() -> TuningModel:
+    return train(Reverser(), sequences, 1000, 64, 3e-3)
 
 
-def cnn() -> Made:
-    return trained(Classifier(), stripes, 250, 32, 1e-2)
+def cnn() -> TuningModel:
+    return train(Classifier(), stripes, 250, 32, 1e-2)
 
 
-def minilm() -> Made:
+def minilm() -> TuningModel:
     from examples import sentence_encoder
 
-    return Made(sentence_encoder.get_model().eval(), next(sentence_encoder.batches()), "as published")
+    return TuningModel(sentence_encoder.get_model().eval(), next(sentence_encoder.batches()), "as published")
 
 
-def bert() -> Made:
+def bert() -> TuningModel:
     from transformers import BertConfig, BertModel
 
     model = BertModel(BertConfig(), add_pooling_layer=False).eval()
     words = torch.randint(1000, 30000, (2, 64))
-    return Made(model, {"input_ids": words, "attention_mask": torch.ones_like(words)})
+    return TuningModel(model, {"input_ids": words, "attention_mask": torch.ones_like(words)})
 
 
-def tiny() -> Made:
-    """Two layers, for a smoke run."""
+def tiny() -> TuningModel:
+    """Return a model of two layers, for a smoke run."""
     layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    return Made(layers.eval(), {"input": torch.randn(8, 16)})
+    return TuningModel(layers.eval(), {"input": torch.randn(8, 16)})
 
 
-MODELS: dict[str, Callable[[], Made]] = {"bert": bert, "t5": t5, "cnn": cnn, "minilm": minilm, "tiny": tiny}
+MODELS: dict[str, Callable[[], TuningModel]] = {
+    "bert": bert,
+    "t5": t5,
+    "cnn": cnn,
+    "minilm": minilm,
+    "tiny": tiny,
+}
 
 
-def made(name: str) -> Made:
+def build(name: str) -> TuningModel:
     """Build a model under a fixed seed."""
     torch.manual_seed(0)
     return MODELS[name]()

@@ -1,7 +1,7 @@
-"""Ops that converters keep in float32 for the same accuracy: AutoCast with the best threshold, and `tune`.
+"""Compares the ops that AutoCast and `convert --tune` keep in float32 for the same accuracy.
 
-AutoCast keeps nodes in float32 whose values exceed a limit in a calibration run; the largest that reaches
-the accuracy is found by bisection. A judge that rounds every 16-bit value runs both converters' files.
+AutoCast keeps nodes in float32 whose values exceed a limit in a calibration run; bisection finds the largest
+limit that reaches the accuracy. The files of both converters are run with every 16-bit value rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from benchmarks.tuning_models import Made
+from benchmarks.tuning_models import TuningModel
 from tests.support.onnx_models.exported import exported
 from tests.support.onnx_strict import float_types, run_fp32, run_strict
 
@@ -32,7 +32,7 @@ Judged = dict[str, float]
 
 @dataclass
 class OnnxCase:
-    """An exported model with what converters make of it.
+    """An exported model, with the conversions of it that were measured.
 
     Attributes:
         python: the interpreter that AutoCast is installed for.
@@ -46,13 +46,13 @@ class OnnxCase:
     _known: dict[float, Judged] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Made, folder: Path, python: str) -> OnnxCase:
+    def of(cls, model: TuningModel, folder: Path, python: str) -> OnnxCase:
         path, inputs = exported(model.model, model.inputs, folder, ["logits"])
         np.savez(folder / "inputs.npz", **inputs)
         return cls(folder, python, path, inputs, run_fp32(path, inputs))
 
-    def judged(self, path: Path) -> Judged:
-        """Return accuracy, and the ops that compute in float32, of a converted file."""
+    def judge(self, path: Path) -> Judged:
+        """Return the accuracy, the float32 ops and the casts of a converted file."""
         model = onnx.load(path)
         kinds = float_types(model.graph, {})
         outputs = run_strict(path, dict(self.inputs))
@@ -67,9 +67,9 @@ class OnnxCase:
             "casts": casts,
         }
 
-    def compared(self, target: float) -> dict[str, Judged]:
-        """Convert with both converters for an accuracy."""
-        return {"autocast": self.threshold(target), "ampaudit": self.tuned(target)}
+    def compare(self, target: float) -> dict[str, Judged]:
+        """Convert with both converters for an accuracy in dB."""
+        return {"autocast": self.best_autocast(target), "ampaudit": self.tune(target)}
 
     def autocast(self, power: float) -> Judged:
         """Convert with a limit of 2^power."""
@@ -78,11 +78,11 @@ class OnnxCase:
             names = ("autocast", self.path, self.folder / "inputs.npz", output, 2.0**power)
             command = [self.python, str(PEER), *map(str, names)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            self._known[power] = {"limit": round(2.0**power, 4), **self.judged(output)}
+            self._known[power] = {"limit": round(2.0**power, 4), **self.judge(output)}
         return self._known[power]
 
-    def threshold(self, target: float) -> Judged:
-        """Return the conversion with the largest limit that reaches an accuracy."""
+    def best_autocast(self, target: float) -> Judged:
+        """Return AutoCast's conversion with the largest limit that reaches an accuracy in dB."""
         high, low = HIGHEST, LOWEST
         if self.autocast(high)["db"] >= target:
             return self.autocast(high)
@@ -91,13 +91,13 @@ class OnnxCase:
             high, low = (high, middle) if self.autocast(middle)["db"] >= target else (middle, low)
         return self.autocast(low)
 
-    def tuned(self, target: float) -> Judged:
+    def tune(self, target: float) -> Judged:
         """Convert with `ampaudit convert --tune`."""
         output = self.folder / "tuned"
         command = [sys.executable, "-m", "ampaudit", "convert", self.path, "--inputs"]
         command += [self.folder / "inputs.npz", "--tune", target, "-o", output, "--force"]
         subprocess.run(list(map(str, command)), check=True, capture_output=True, timeout=300)
-        return self.judged(output / "model.onnx")
+        return self.judge(output / "model.onnx")
 
 
 def sqnr(reference: Any, value: Any) -> float:

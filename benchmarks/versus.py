@@ -1,7 +1,7 @@
-"""The times of two checkouts of ampaudit, in turns: those of a commit before a change and of this one.
+"""Compares the times of two checkouts of ampaudit, before a change and after it, interleaved.
 
-Each figure is what the checkout's own code takes in a process of its own: the lock-step run and ``--ranges``
-in multiples of the plain forward beside them, the trace in seconds, and whole commands in seconds.
+Each checkout runs its own code in separate processes. Scan and ``--ranges`` are given in multiples of the
+plain forward, the trace and whole commands in seconds.
 
     git worktree add ../before COMMIT
     python -m benchmarks.versus ../before [--repeats 5] [--json FILE]
@@ -32,7 +32,7 @@ print(json.dumps(scan_overhead.time_subject({!r}, {}, torch.device("cpu"), **{})
 
 
 def output(command: Sequence[str], checkout: Path, **options: str) -> str:
-    """What a command prints that runs the code of a checkout."""
+    """Run a command with the code of a checkout, and return what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(
         command,
@@ -46,8 +46,8 @@ def output(command: Sequence[str], checkout: Path, **options: str) -> str:
 
 
 def lock_step(model: str, checkout: Path, *, smoke: bool) -> Iterator[tuple[str, float]]:
-    """The ratios of a scan and of ranges to the plain forward, and the seconds of the trace."""
-    # a checkout of before smoke runs does not know the option
+    """Yield the ratios of scan and ranges to the plain forward, and the seconds of the trace, by name."""
+    # a checkout from before smoke runs existed does not know the option
     code = LOCK_STEP.format(model, *((1, {"smoke": True}) if smoke else (5, {})))
     printed = output((sys.executable, "-c", code), checkout)
     figures = json.loads(printed.splitlines()[-1])
@@ -58,15 +58,15 @@ def lock_step(model: str, checkout: Path, *, smoke: bool) -> Iterator[tuple[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time both checkouts in turns, and print medians, spread and the ratio of after to before."""
+    """Time both checkouts, and print medians, spread and the ratio of after to before."""
     words = parser(__doc__, repeats=5)
     here = Path(__file__).resolve().parents[1]
-    words.add_argument("before", type=Path, nargs="?", default=here, help="a checkout of the commit before")
+    words.add_argument("before", type=Path, nargs="?", default=here, help="a checkout of the earlier commit")
     options = words.parse_args(arguments)
     checkouts = {"before": options.before.resolve(), "after": here}
     figures: dict[str, dict[str, list[float]]] = {}
 
-    def keep(name: str, side: str, value: float) -> None:
+    def add(name: str, side: str, value: float) -> None:
         figures.setdefault(name, {one: [] for one in checkouts})[side].append(value)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for side, checkout in checkouts.items():
                     spent = seconds(partial(output, command, checkout, cwd=folder))
                     if turn or options.smoke:
-                        keep(f"{name}, s", side, spent)
+                        add(f"{name}, s", side, spent)
     for _ in range(options.repeats):
         for model in ("bert",) if options.smoke else ("bert", "resnet"):
             for side, checkout in checkouts.items():
                 for name, value in lock_step(model, checkout, smoke=options.smoke):
-                    keep(name, side, value)
+                    add(name, side, value)
     for name, sides in figures.items():
         shown = [f"{median(times):.2f} ({min(times):.2f} to {max(times):.2f})" for times in sides.values()]
         ratio = median(after / before for before, after in zip(*sides.values(), strict=True))

@@ -33,7 +33,7 @@ def _tool(name: str) -> ModuleType:
 docs_pages = _tool("docs_pages")
 PAGES: dict[str, str] = docs_pages.generated_pages()
 WRITTEN = sorted((ROOT / "docs").rglob("*.md"))
-SOURCES = [*WRITTEN, *(ROOT / place for place in docs_pages.ELSEWHERE.values())]
+SOURCES = [*WRITTEN, *(ROOT / file for file in docs_pages.OUTSIDE_DOCS.values())]
 
 
 def test_every_check_has_a_page_with_both_examples_and_a_row() -> None:
@@ -116,7 +116,7 @@ def copied(tmp_path: Path) -> Path:
     for folder in ("docs", "rules"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     tools = (f"tools/docs_{name}.py" for name in ("site", "pages", "search"))
-    for name in ("mkdocs.yml", *tools, *docs_pages.ELSEWHERE.values()):
+    for name in ("mkdocs.yml", *tools, *docs_pages.OUTSIDE_DOCS.values()):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

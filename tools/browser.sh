@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Chromium for the tests of the HTML report: the one that is there, the system's package, or Playwright's own.
+# Installs Chromium for the tests of the HTML report, unless a Chromium or Chrome is there already.
 set -euo pipefail
 for name in chromium chromium-browser google-chrome chrome; do
   if command -v "$name" > /dev/null; then exit 0; fi

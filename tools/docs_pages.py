@@ -1,4 +1,4 @@
-"""Pages of the documentation site that are written from the code: API, checks, policies, schemas."""
+"""Generates pages of the documentation site from the code: API, checks, policies, schemas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ampaudit.findings.pages import Page, all_pages
 from ampaudit.findings.pages.page import command_of, family
 
 ROOT = Path(__file__).resolve().parents[1]
-# pages that are kept elsewhere in the repository, where people look for them first
-ELSEWHERE = {
+# pages whose file is outside docs/, where people look for it first
+OUTSIDE_DOCS = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
@@ -28,15 +28,15 @@ ELSEWHERE = {
 
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of every page that is not a file of ``docs/``, by its path in the site."""
-    found = {name: (ROOT / place).read_text(encoding="utf-8") for name, place in ELSEWHERE.items()}
-    found["api.md"] = api_page()
-    found["checks.md"] = checks_page(all_pages().values())
-    found |= {f"checks/{page.code}.md": check_page(page) for page in all_pages().values()}
-    found["policies.md"] = policies_page()
+    pages = {name: (ROOT / file).read_text(encoding="utf-8") for name, file in OUTSIDE_DOCS.items()}
+    pages["api.md"] = api_page()
+    pages["checks.md"] = checks_page(all_pages().values())
+    pages |= {f"checks/{page.code}.md": check_page(page) for page in all_pages().values()}
+    pages["policies.md"] = policies_page()
     for kind, title in (("report", "Report schema"), ("rules", "Rule file schema")):
         schema = json.loads((ROOT / "docs" / f"{kind}.schema.json").read_text(encoding="utf-8"))
-        found[f"{kind}-schema.md"] = schema_page(title, f"{kind}.schema.json", schema)
-    return found
+        pages[f"{kind}-schema.md"] = schema_page(title, f"{kind}.schema.json", schema)
+    return pages
 
 
 def api_page() -> str:
@@ -44,12 +44,9 @@ def api_page() -> str:
     names = [name for name in ampaudit.__all__ if not name.startswith("__")]
     functions = [name for name in names if inspect.isfunction(getattr(ampaudit, name))]
     groups = {"Functions": functions, "Classes": [name for name in names if name not in functions]}
-    lines = [
-        "# Python API",
-        "",
-        "Everything here is imported from `ampaudit` and loaded on first use, so that",
-    ]
-    lines += ["`import ampaudit` does not import torch.", ""]
+    lines = ["# Python API", ""]
+    lines += ["Import these names from `ampaudit`. Each is loaded on first use, so `import ampaudit`"]
+    lines += ["does not import torch.", ""]
     for title, members in groups.items():
         lines += [f"## {title}", "", *(f"::: ampaudit.{name}\n" for name in sorted(members))]
     return "\n".join(lines)
@@ -66,11 +63,11 @@ def checks_page(checks: Iterable[Page]) -> str:
     lines += ["must fire on the bad one and stay silent on the good one.", ""]
     last = ""
     for check in checks:
-        if (about := family(check.code)) != last:
-            last = about
+        if (title := family(check.code)) != last:
+            last = title
             lines += [
                 "",
-                f"## {about[0].upper()}{about[1:]}",
+                f"## {title[0].upper()}{title[1:]}",
                 "",
                 "| code | check | severity |",
                 "|---|---|---|",
@@ -80,24 +77,23 @@ def checks_page(checks: Iterable[Page]) -> str:
 
 
 def check_page(check: Page) -> str:
-    """Return the page of one check; the options of its examples become command lines."""
+    """Return the page of a check, with the options of its examples as command lines."""
     text = re.sub(r"^```python .*$", "```python", check.text, flags=re.M)
     bad, good = (command_of(check.code, example) for example in (check.bad, check.good))
-    seen = f"To see it, save the example as `model.py` and run `{bad}`."
-    text = text.replace("\n## Good example", f"\n{seen}\n\n## Good example")
+    command = f"To see the finding, save the example as `model.py` and run `{bad}`."
+    text = text.replace("\n## Good example", f"\n{command}\n\n## Good example")
     if good != bad:
-        text = text.replace("\n## When to", f"\nHere the command is `{good}`.\n\n## When to")
+        text = text.replace("\n## When to", f"\nFor this example, run `{good}`.\n\n## When to")
     return text
 
 
 def policies_page() -> str:
-    """Return a section for each shipped policy with its rules, and the profiles of loss scales."""
-    lines = [
-        "# Policies",
-        "",
-        "The shipped rule files, in `rules/` of the repository. `ampaudit rules show NAME` prints",
+    """Return a section for each shipped policy with its rules, and the loss-scale profiles."""
+    lines = ["# Policies", ""]
+    lines += [
+        "These rule files are shipped, in `rules/` of the repository. `ampaudit rules show NAME` prints"
     ]
-    lines += ["one with the rules that it inherits; [Write a policy](rules.md) explains the keys.", ""]
+    lines += ["one with the rules that it inherits. [Write a policy](rules.md) explains the keys.", ""]
     for path in sorted((ROOT / "rules").glob("*.yaml")):
         lines += policy_section(yaml.safe_load(path.read_text(encoding="utf-8")))
     lines += ["## Loss-scale profiles", "", "| profile | system | scale | source |", "|---|---|---|---|"]
@@ -128,31 +124,34 @@ def schema_page(title: str, name: str, schema: Mapping[str, Any]) -> str:
     lines = [
         f"# {title}",
         "",
-        f"[`{name}`]({name}) as tables. Fields are only ever added within a schema version.",
+        f"[`{name}`]({name}) as tables. Within a schema version, fields are added but never removed.",
         "",
     ]
     for heading, item in objects.items():
-        about, _, attributes = item.get("description", "").partition("\n\nAttributes:\n")
-        told = dict(re.findall(r"^    (\w+): (.*(?:\n      +.*)*)", attributes, re.M))
-        lines += [f"## {heading}", "", about.replace("``", "`"), ""]
+        summary, _, attributes = item.get("description", "").partition("\n\nAttributes:\n")
+        meanings = dict(re.findall(r"^    (\w+): (.*(?:\n      +.*)*)", attributes, re.M))
+        lines += [f"## {heading}", "", summary.replace("``", "`"), ""]
         if "enum" in item:
             lines += [f"One of {type_of(item)}.", ""]
         elif "properties" in item:
-            lines += [*fields_table(item, told), ""]
+            lines += [*fields_table(item, meanings), ""]
     return "\n".join(lines)
 
 
-def fields_table(item: Mapping[str, Any], told: Mapping[str, str]) -> Iterator[str]:
-    """Yield the fields of an object as a table; ``told`` is what its docstring says about them."""
+def fields_table(item: Mapping[str, Any], meanings: Mapping[str, str]) -> Iterator[str]:
+    """Yield the fields of an object as a table.
+
+    ``meanings`` has the fields that the object's docstring describes; a field's own description goes first.
+    """
     yield from ("| field | type | meaning |", "|---|---|---|")
     for field, value in item["properties"].items():
-        meaning = value.get("description", told.get(field, ""))
+        meaning = value.get("description", meanings.get(field, ""))
         optional = "" if field in item.get("required", ()) else ", optional"
         yield f"| `{field}` | {type_of(value)}{optional} | {cell(meaning)} |"
 
 
 def type_of(value: Mapping[str, Any]) -> str:
-    """Return the type of a field in words, with links to the objects that it holds."""
+    """Return the type of a field in Markdown, with links to the objects that it holds."""
     if "$ref" in value:
         name = value["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

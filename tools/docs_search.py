@@ -1,7 +1,7 @@
-"""Asks the search of the built site questions that people have, and says which do not lead to their guide.
+"""Checks that the search of the built site leads from common questions to the guides that answer them.
 
-Material's search runs in the browser. It is rebuilt here from the same index and with lunr's port to Python:
-each word is the beginning of a term, a page counts more than a section, and so does a match of more words.
+Material's search runs in the browser. This module rebuilds it from the same index with lunr's port to
+Python: each word is the prefix of a term, a page outranks a section, and so does a match of more words.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lunr.builder import Builder
 from lunr.pipeline import Pipeline
 from lunr.stop_word_filter import WORDS, stop_word_filter
 
-SHOWN = 5  # pages that one sees without scrolling
-# a question, and guides that answer it
+SHOWN = 5  # results that are visible without scrolling
+# questions, with the guides that answer them
 QUESTIONS = {
     "ignore a finding": "scanning checking linting fixing",
     "suppress a warning": "scanning checking linting",
@@ -51,9 +51,9 @@ class SiteSearch:
 
     def __init__(self, index: Path) -> None:
         data = json.loads(index.read_text(encoding="utf-8"))
-        builder, kept = Builder(), Pipeline()
-        kept.add(stop_word_filter)
-        builder.pipeline, builder.search_pipeline = kept, Pipeline()
+        builder, pipeline = Builder(), Pipeline()
+        pipeline.add(stop_word_filter)
+        builder.pipeline, builder.search_pipeline = pipeline, Pipeline()
         builder.b(0)
         builder.ref("location")
         for name, field in data["config"]["fields"].items():
@@ -68,27 +68,27 @@ class SiteSearch:
         self._index = builder.build()
 
     def pages(self, question: str) -> list[str]:
-        """Return the pages that are found, the best first."""
+        """Return the pages that match, the best first."""
         words = [word.lower() for word in re.split(r"[\s\-]+", question)]
         scores: dict[str, float] = {}
-        for found in self._index.search(" ".join(f"{word}*" for word in words)):
-            scored = self._weight(found, words) * found["score"]
-            page = found["ref"].partition("#")[0]
-            scores[page] = max(scores.get(page, 0.0), scored)
+        for result in self._index.search(" ".join(f"{word}*" for word in words)):
+            score = self._weight(result, words) * result["score"]
+            page = result["ref"].partition("#")[0]
+            scores[page] = max(scores.get(page, 0.0), score)
         return sorted(scores, key=lambda page: -scores[page])
 
-    def _weight(self, found: Any, words: list[str]) -> float:
-        terms = list(found["match_data"].metadata)
+    def _weight(self, result: Any, words: list[str]) -> float:
+        terms = list(result["match_data"].metadata)
         matched = [any(term.startswith(word) for term in terms) for word in words if word not in WORDS]
         share = sum(matched) / len(matched) if matched else 0.0
-        return float(1 + ((found["ref"] in self._pages) + share) ** 2)
+        return float(1 + ((result["ref"] in self._pages) + share) ** 2)
 
 
 def unanswered(index: Path) -> list[str]:
-    """Return a sentence for each question whose guides are not among the first pages."""
+    """Return a line for each question whose guides are not among the first results."""
     search, missed = SiteSearch(index), []
     for question, guides in QUESTIONS.items():
         first = search.pages(question)[:SHOWN]
         if not any(f"{guide}.html" in first for guide in guides.split()):
-            missed.append(f"{question!r} finds {', '.join(first)}, and not {guides}")
+            missed.append(f"{question!r} finds {', '.join(first)}, but not {guides}")
     return missed

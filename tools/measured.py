@@ -1,4 +1,4 @@
-"""Reads what ``make measure`` has recorded: the seconds of each test, and the lines that it executes."""
+"""Reads the recordings of ``make measure``: the seconds of each test, and the lines that it executes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PACKAGE = "ampaudit"
 
 
 def executed(databases: Iterable[Path]) -> Iterator[tuple[str, str, int]]:
-    """Return a file of the package, a test, and a number with a bit for each line that the test executes.
+    """Yield files of the package with a test, and a number that has a bit for each line the test executes.
 
-    The tables are those of coverage.py's database; the test is empty for what an import executes.
+    Reads databases of coverage.py. The test is an empty string for lines that an import executes.
     """
     for path in databases:
         with sqlite3.connect(path) as database:
@@ -28,9 +28,9 @@ def executed(databases: Iterable[Path]) -> Iterator[tuple[str, str, int]]:
 
 
 def read_times(files: Iterable[Path]) -> dict[str, float]:
-    """Return the processor seconds of each test, with an equal part of what it shares with others.
+    """Return the processor seconds of each test, with an equal part of the fixtures it shares with others.
 
-    Where several files have a test, the last one holds.
+    If several files have a test, the last one counts.
     """
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     last = {test: (own, *shared) for test, own, *shared in rows}

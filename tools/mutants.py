@@ -1,13 +1,12 @@
-"""Mutates the package, and counts what the tests that execute the changed line find.
+"""Mutation testing: counts the mutants of the package that the tests of the changed line kill.
 
 ``python -m tools.mutants select MUTANTS --coverage DATA`` chooses mutants at random from the lines that the
-tests execute, equally many of each package: a comparison that is another, a number or truth value that is
-another, a statement that is left out, two arguments that change places.
+tests execute, equally many from each package. A mutant changes a comparison, a number or a truth value,
+removes a statement, or swaps two arguments.
 
-``python -m tools.mutants run MUTANTS --coverage DATA --times TIMES --out RESULTS`` applies one after another
-to a copy of the repository, and runs the tests that execute the line, the cheapest first, until one fails.
-DATA is what coverage.py has recorded with a context per test; TIMES is what ``tests.support.measured`` has
-written.
+``python -m tools.mutants run MUTANTS --coverage DATA --times TIMES --out RESULTS`` applies the mutants one by
+one to a copy of the repository, and runs the tests that execute the line, the cheapest first, until one
+fails. coverage.py writes DATA, with a context per test; ``tests.support.measured`` writes TIMES.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _OTHER = {
 }  # fmt: skip
 _GRACE_SECONDS = 60.0  # for pytest's own start
 _CONTROL_SECONDS = 600.0
-_NO_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # of what is preloaded
-# third-party packages that each run would import again
+_NO_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # about the preloaded modules
+# the fork server imports these packages once, instead of each run
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(
     [
@@ -58,7 +57,7 @@ _FORKING.set_forkserver_preload(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: where it is, of what kind, and the file's text with it."""
+    """One change: its line, its kind, the changed expression before and after, and the file's new text."""
 
     file: str
     line: int
@@ -73,7 +72,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node of a file's tree that may be changed, by its number in the walk of the tree."""
+    """A node that may be changed, by its position in ``ast.walk`` of its file."""
 
     file: str
     number: int
@@ -102,7 +101,7 @@ def _mutant(place: _Place) -> Mutant | None:
 
 
 def _changed(node: ast.AST) -> tuple[str, ast.AST] | None:
-    """Return the kind of a change and the node after it, if the node is of a kind that is changed."""
+    """Return the kind of the change and the changed node; ``None`` if this node is not mutated."""
     match node:
         case ast.Compare(ops=[operator]):
             return "comparison", ast.Compare(node.left, [_OTHER[type(operator)]()], node.comparators)
@@ -120,7 +119,7 @@ def _changed(node: ast.AST) -> tuple[str, ast.AST] | None:
 
 
 def _replaced(source: str, node: ast.AST, changed: ast.AST) -> str | None:
-    """Return the source with another text in place of a node, if that is still Python."""
+    """Return the source with a node replaced; ``None`` if that does not parse or changes nothing."""
     assert isinstance(node, ast.expr | ast.stmt)
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
@@ -138,23 +137,22 @@ def _replaced(source: str, node: ast.AST, changed: ast.AST) -> str | None:
 
 
 def select(covered: Covered, count: int, seed: int) -> list[Mutant]:
-    """Choose mutants at random, as many of each package as of any other."""
-    chooser = random.Random(seed)
-    rooms: dict[str, list[str]] = defaultdict(list)
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+    """Choose mutants at random, equally many from each package."""
+    rng = random.Random(seed)
+    packages: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / PACKAGE).glob("*/**/*.py")):
         file = str(path.relative_to(ROOT))
-        rooms[file.split("/")[1]].append(file)
-    rooms = {name: files for name, files in rooms.items() if not name.endswith(".py")}
+        packages[file.split("/")[1]].append(file)
     selected: list[Mutant] = []
-    for number, (_, files) in enumerate(sorted(rooms.items())):
-        share = count * (number + 1) // len(rooms) - count * number // len(rooms)
+    for number, (_, files) in enumerate(sorted(packages.items())):
+        share = count * (number + 1) // len(packages) - count * number // len(packages)
         by_kind: dict[str, list[_Place]] = defaultdict(list)
         for file in files:
             for kind, places in _places(file, covered.lines_in_functions(file)).items():
                 by_kind[kind] += places
         kinds = itertools.cycle(sorted(by_kind))
         while share:
-            mutant = _mutant(chooser.choice(by_kind[next(kinds)]))
+            mutant = _mutant(rng.choice(by_kind[next(kinds)]))
             if mutant is not None and mutant not in selected:
                 selected.append(mutant)
                 share -= 1
@@ -172,7 +170,7 @@ class Covered:
                     self._tests[file][line].add(test)
 
     def lines_in_functions(self, file: str) -> set[int]:
-        """Return the lines that tests execute, without those that only an import does."""
+        """Return the lines that tests execute, without those that only imports execute."""
         return {line for line, tests in self._tests[file].items() if tests - {""}}
 
     def tests(self, file: str, line: int) -> set[str]:
@@ -186,7 +184,7 @@ class Covered:
 def run(
     mutants: Sequence[Mutant], covered: Covered, times: dict[str, float], budget: float, jobs: int
 ) -> list[dict]:
-    """Return for each mutant the test that finds it, or none."""
+    """Run the tests of each mutant; return its verdict, and the test that kills it."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         copies: Queue[Path] = Queue()
         for number in range(jobs):
@@ -240,7 +238,7 @@ def _judged(mutant: Mutant, tree: Path, covered: Covered, times: dict[str, float
 
 
 def _outcome(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
-    """Run tests until one fails; return the verdict, and that test."""
+    """Run tests until one fails; return the verdict and the failure."""
     if not tests:
         return "uncovered", ""
     log = tree / "mutant.log"
@@ -259,7 +257,7 @@ def _outcome(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, str
 
 
 def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
-    """Run in a child of the fork server: tests of a copy of the repository."""
+    """Run tests of a copy of the repository; runs in a child of the fork server."""
     with log.open("wb") as stream:
         for number in (1, 2):
             os.dup2(stream.fileno(), number)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The tests under the settings of other machines: processors, threads, locales, terminals, homes, orders.
-# tools/portable.sh BIN [PART...]: parts are plain (what continuous integration runs), numeric, threads, text
-# and orders; all but the first by default. Each runs the tests of the first tier.
+# Runs tests of the first tier under the settings of other machines: processors, threads, locales, terminals,
+# home directories, test orders.
+# Usage: tools/portable.sh BIN [PART...]. The parts are plain, which CI runs, and numeric, threads, text and orders, which
+# run by default.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath "$1")
@@ -9,7 +10,7 @@ shift
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(numeric threads text orders)
 
-# what computes, so that the processor and its libraries could matter; what is written for people
+# numeric and memory: results may depend on the processor and its libraries; text: output for people
 numeric=(
     tests/run/test_{accuracy,buffers,evidence,extreme_value,low_precision,measure,origins,run}.py
     tests/instruments/backward/test_gradients.py tests/bounds/test_bounds.py
@@ -38,7 +39,7 @@ setting() {
 
 for part in "${parts[@]}"; do
     case $part in
-    plain) # what continuous integration runs: no vector instructions, none of oneDNN's kernels
+    plain) # neither vector instructions nor oneDNN's kernels
         setting "plain kernels" ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 -- "${numeric[@]}" --no-onednn
         setting "plain kernels, memory" ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 -- "${memory[@]}" --no-onednn
         ;;
@@ -56,8 +57,8 @@ for part in "${parts[@]}"; do
         ;;
     text)
         setting "ASCII" -u LANG LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 -- "${text[@]}"
-        setting "narrow, no colour" COLUMNS=40 TERM=dumb NO_COLOR=1 -- "${text[@]}"
-        setting "wide, colour, CI" COLUMNS=300 FORCE_COLOR=1 CI=true -- "${text[@]}"
+        setting "narrow, no color" COLUMNS=40 TERM=dumb NO_COLOR=1 -- "${text[@]}"
+        setting "wide, color, CI" COLUMNS=300 FORCE_COLOR=1 CI=true -- "${text[@]}"
         setting "Kathmandu" TZ=Asia/Kathmandu -- "${text[@]}"
         setting "no home" -u HOME -- "${text[@]}"
         setting "a home that does not exist" HOME=/nonexistent -- "${text[@]}"

@@ -1,4 +1,4 @@
-"""Write ``ampaudit/__init__.pyi``: the public names, with the options of each function as keywords."""
+"""Writes ``ampaudit/__init__.pyi``: the public names, with the options of each function as keywords."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ampaudit
 from ampaudit.core.config import Config, signature_with_options
 
 STUB = Path(ampaudit.__file__).with_suffix(".pyi")
-# names that annotations use and that the modules of the functions and records do not import
+# names in annotations that the modules of the functions and records do not import
 STANDARD = {"Any": "typing", "Callable": "collections.abc", "Literal": "typing", "Path": "pathlib"}
 STANDARD |= {"Mapping": "collections.abc", "Sequence": "collections.abc", "overload": "typing"}
 
@@ -40,10 +40,12 @@ def stub_text() -> str:
 
 
 def _record(function: Any) -> type[Config] | None:
-    """Return the record whose fields are the options of a function."""
+    """Return the record whose fields are the options of a function, or ``None`` if it has none."""
     if not inspect.isfunction(function):
         return None
-    if function is ampaudit.assert_safe:  # its defaults are others, so that no decorator shows them
+    if (
+        function is ampaudit.assert_safe
+    ):  # its defaults differ from the record's, so it has no parameter `config`
         return ampaudit.ScanConfig
     config = inspect.signature(function).parameters.get("config")
     return getattr(ampaudit, config.annotation.partition(" ")[0]) if config is not None else None
@@ -70,7 +72,7 @@ def _signature(signature: inspect.Signature, record: type[Config]) -> str:
 
 
 def _names_in(module: str) -> dict[str, str]:
-    """Return where a module has each of its names from, those for type checkers included."""
+    """Return the module that defines each name of a module, including names imported for type checking."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
     imported = {
         alias.name: str(node.module)

@@ -1,16 +1,25 @@
-"""Writes which tests ``make test`` leaves to ``make test-all`` and to ``make test-long``: tests/tiers.txt.
+"""Assigns each test a tier, by its time and the lines it executes, and writes tests/tiers.txt.
 
-The rule: a test is in the first tier if it takes at most CHEAP processor seconds; if it is the cheapest case
-of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes the lines of
-the package that all tests execute, at the least cost (a greedy set cover), and is worth it: it brings WORTH
-new lines or more for each second. Of the others, those of at most LONG seconds are in the second tier: of
-each function the cheapest, up to ENOUGH seconds together, and at least one case; and what brings NEEDED new
-lines or more for each second to these two. What is left is in the third. A test that was not measured stays
-where it is, and a new one is in the first. Of a function with a case that takes more than LONG seconds, none
-is in the first unless the lines need it. Each script that a smoke test runs counts as a function.
+``make test`` runs the first tier, ``make test-all`` the second, and ``make test-long`` the third.
 
-``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
-written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
+A test is in the first tier if it
+
+- takes at most CHEAP processor seconds, or
+- is the cheapest case of its function and takes at most AFFORDABLE seconds, or
+- executes lines of the package that the first tier would miss, WORTH or more per second (greedy set cover).
+
+The first two do not apply to a function with a case of more than LONG seconds, because its cheap cases may
+only use what that case has prepared.
+
+Of the other tests, the second tier takes the cheapest cases of each function that take at most LONG seconds:
+as many as take ENOUGH seconds together, and at least one. It also takes tests that execute NEEDED or more
+lines per second that both tiers would miss. The rest is in the third tier.
+
+A test that was not measured stays in its tier, and a new one is in the first. Each script that a smoke test
+runs counts as a function.
+
+``python -m tools.tiers --times TIMES... --coverage DATA...``: ``tests.support.measured`` writes TIMES, and
+coverage.py writes DATA, with a context per test. ``make measure`` runs both.
 """
 
 from __future__ import annotations
@@ -30,20 +39,20 @@ NEEDED = 1
 ENOUGH = 2
 LONG = 10
 
-Lines = dict[str, int]  # by file: a bit for each line
+Lines = dict[str, int]  # by file: a number with a bit for each line
 
 
 def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[str, int]:
-    """Return the tests of the second and the third tier by the rule."""
+    """Return the tests of the second and third tier, with their tier."""
     by_cost = sorted(times, key=lambda test: (times[test], test))
     cheapest: dict[str, str] = {}
     for test in by_cost:
         cheapest.setdefault(_function(test), test)
-    # what one case prepares for all costs the others nothing, until it is left out
-    dear = {_function(test) for test in by_cost if times[test] > LONG}
+    # cases may look cheap because a long one prepares what they use, until that one is left out
+    slow_functions = {_function(test) for test in by_cost if times[test] > LONG}
     first = {test for test in by_cost if times[test] <= CHEAP}
     first |= {test for test in cheapest.values() if times[test] <= AFFORDABLE}
-    first = {test for test in first if _function(test) not in dear}
+    first = {test for test in first if _function(test) not in slow_functions}
     first |= _cover(first, times, lines, WORTH)
     later: dict[str, int] = {}
     spent: dict[str, float] = defaultdict(float)
@@ -57,18 +66,18 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
 
 
 def _function(test: str) -> str:
-    """Return the name of a test without its case; the cases of a smoke test run a script each."""
+    """Return the name of a test without its case; each case of a smoke test counts as a function."""
     return test if "test_smoke" in test else test.partition("[")[0]
 
 
 def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines], worth: float) -> set[str]:
-    """Return few and cheap tests that execute the lines that the given ones do not."""
+    """Return a few cheap tests that execute ``worth`` or more lines per second that ``first`` does not."""
     none: Lines = {}
     executed = _union(lines.get(test, none) for test in first)
     before = dict(executed)
 
     def value(test: str) -> float:
-        """Minus the number of new lines for a second: the smallest is the best."""
+        """Return minus the number of new lines per second, since the heap takes the smallest first."""
         new = ((bits & ~executed[file]).bit_count() for file, bits in lines.get(test, none).items())
         return -sum(new) / max(times[test], 0.001)
 
@@ -77,7 +86,7 @@ def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Line
     chosen: list[str] = []
     while queue:
         last, test = heapq.heappop(queue)
-        now = value(test)  # which has become worse, as others were chosen
+        now = value(test)  # worse than before, if tests chosen since then execute some of its lines
         if now == last <= -worth:
             chosen.append(test)
             executed = _union([executed, lines[test]])
@@ -108,7 +117,7 @@ def lines_by_test(databases: Iterable[Path]) -> dict[str, Lines]:
 
 
 def read_tiers(path: Path) -> dict[str, int]:
-    """Return the tests of the second and the third tier as a file lists them."""
+    """Return the tests of the second and third tier that a file lists, with their tier."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {test: int(tier) for tier, _, test in (line.partition(" ") for line in lines)}
 

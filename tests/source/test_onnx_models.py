@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from benchmarks.onnx_conversion import counted
+from benchmarks.onnx_conversion import count_ops
 from benchmarks.onnx_conversion import verdict as judge
 from tests.support.onnx_models import GENERATED, build
 from tests.support.onnx_models.case import Arrays, Graph, value
@@ -193,7 +193,7 @@ def test_a_conversion_is_broken_at_the_named_node(name: str, tmp_path: Path) -> 
 
 def test_the_benchmark_counts_and_judges() -> None:
     good = pair("wrong_constant").good
-    assert counted(good) == ({TensorProto.FLOAT, HALF, TensorProto.INT64}, 7, 4)
+    assert count_ops(good) == ({TensorProto.FLOAT, HALF, TensorProto.INT64}, 7, 4)
     exact = {"y": np.array([1.0, 2.0], np.float32), "index": np.array([1])}
     changes = {"ok": [1.0, 2.001], "wrong": [1.0, 2.1], "zeros": [0.0, 0.0]}
     changes |= {"Inf": [1.0, np.inf], "NaN": [np.nan, np.inf]}

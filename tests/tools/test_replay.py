@@ -15,7 +15,7 @@ from tests.support.rule_file import GOOD
 from tools.replay import main as program
 from tools.replay.case import Case, Outcome, run_case, session
 from tools.replay.table import all_cases
-from tools.replay.text import difference, normalised
+from tools.replay.text import difference, normalized
 
 TEXT = """\
 {
@@ -32,8 +32,8 @@ TEXT = """\
 def test_only_times_versions_and_places_are_left_out(tmp_path: Path) -> None:
     placed = TEXT.replace("ROOT", str(ROOT)).replace("FOLDER", str(tmp_path)).replace("PACKAGES", sys.prefix)
     later = placed.replace("0.1.0", "0.2.0").replace("0.25", "12.5").replace('"seconds": 0.5', '"seconds": 7')
-    found = json.loads(normalised(placed, tmp_path))
-    assert normalised(later, tmp_path) == normalised(placed, tmp_path)
+    found = json.loads(normalized(placed, tmp_path))
+    assert normalized(later, tmp_path) == normalized(placed, tmp_path)
     assert found["timings"].keys() == {"trace", "run"}
     assert (found["peak_db"], found["tool"]["name"]) == (0.5, "ampaudit")
     assert found["file"] == "ROOT/model.py:3 in FOLDER/out, PACKAGES/lib"

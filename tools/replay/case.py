@@ -1,4 +1,4 @@
-"""What a case is: a name, and a function that runs audits or commands and returns their document."""
+"""A case: a name, and a function that runs audits or commands and returns their document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ampaudit.core.errors import AuditError
 from ampaudit.render.json import to_json
 from tests.support.paths import ROOT
 from tests.support.program import run_program
-from tools.replay.text import normalised, without_paths
+from tools.replay.text import normalized, without_paths
 
 Run = Callable[[Path], str]
 Family = Callable[[], Iterator[tuple[str, Run]]]
@@ -34,7 +34,7 @@ _TEXTS = {".json", ".yaml", ".txt", ".md", ".html", ".csv", ".xml", ".sarif", ".
 
 @dataclass(frozen=True)
 class Case:
-    """A stable name, which is also a path, and what is run in an empty folder."""
+    """A name, which is also a relative path, and a function that is run in an empty folder."""
 
     name: str
     run: Run
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The document of a case, how long it took, and whether it is an error that no user should see."""
+    """The document of a case, its seconds, and whether it raised an exception that no user should see."""
 
     name: str
     text: str
@@ -51,13 +51,13 @@ class Outcome:
 
 
 def family(cases: Family) -> Family:
-    """Register a function that yields cases, whose names begin with its own."""
+    """Register a function that yields cases; its name becomes the prefix of theirs."""
     FAMILIES.append(cases)
     return cases
 
 
 def run_case(case: Case) -> Outcome:
-    """Run a case as if it were alone; the document has no times, versions and places."""
+    """Run a case independently of those before it; its document has no times, versions or paths."""
     started, crashed = time.perf_counter(), False
     random.seed(0)
     np.random.seed(0)
@@ -70,12 +70,12 @@ def run_case(case: Case) -> Outcome:
             text = f"{type(error).__name__}: {error}\n"
         except Exception as error:
             text, crashed = "".join(traceback.format_exception_only(error)), True
-        text = normalised(text, Path(folder))
+        text = normalized(text, Path(folder))
     return Outcome(case.name, text, time.perf_counter() - started, crashed)
 
 
 def audit(build: Callable[[], tuple[Any, Any]], **options: Any) -> Run:
-    """Scan a model from Python."""
+    """Return a run that scans a model from Python."""
 
     def run(_: Path) -> str:
         model, inputs = build()
@@ -87,12 +87,14 @@ def audit(build: Callable[[], tuple[Any, Any]], **options: Any) -> Run:
 def session(
     *commands: str, prepare: Callable[[Path], object] = lambda folder: None, inside: bool = False
 ) -> Run:
-    """Run commands one after another; ``{}`` in them is a folder, whose new files belong to the document.
+    """Return a run of commands, one after another; ``{}`` stands for a folder.
+
+    The document has their output, and the files that they write to the folder.
 
     Args:
-        *commands: what is written after ``ampaudit``.
+        *commands: the arguments of ``ampaudit``, as in a shell.
         prepare: writes files into the folder first.
-        inside: run them in the folder instead of the checkout.
+        inside: run the commands in the folder instead of the checkout.
     """
 
     def run(folder: Path) -> str:
@@ -107,7 +109,7 @@ def session(
 def _transcript(command: str, folder: Path, current: Path) -> str:
     words = [word.replace("{}", str(folder)) for word in shlex.split(command)]
     done = run_program(*words, cwd=current)
-    # progress is shown once a command has taken some time
+    # progress appears only if a command takes some time
     errors = re.sub(r"(?m)^.* \.\.\.\n", "", done.stderr)
     return f"$ ampaudit {command}\n{done.stdout}\n{errors}exit code {done.returncode}\n"
 
@@ -125,7 +127,7 @@ def _described(path: Path, folder: Path) -> str:
 
 
 def _digest(path: Path, folder: Path) -> str:
-    """Return a digest of the content; exported programs name the places of their models' lines."""
+    """Return a digest of the content, without the paths of source files that exported programs contain."""
     if not zipfile.is_zipfile(path):
         return hashlib.sha256(path.read_bytes().replace(str(folder).encode(), b"FOLDER")).hexdigest()
     digest = hashlib.sha256()

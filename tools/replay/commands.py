@@ -142,7 +142,7 @@ def inputs() -> Iterator[tuple[str, Run]]:
 
 @family
 def targets() -> Iterator[tuple[str, Run]]:
-    """What people point the program at."""
+    """Each kind of target."""
     for target in TARGETS:
         yield target.name, partial(_target, target)
 

@@ -1,4 +1,4 @@
-"""Writes documents to a folder, and compares documents with those that were written."""
+"""Writes documents to a folder, and compares documents with those recorded there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIX = ".txt"
 
 
 def record(folder: Path, documents: Mapping[str, str], only: str = "") -> None:
-    """Write the documents, in place of the earlier ones that match."""
+    """Write the documents, and delete earlier ones whose name matches ``only``."""
     for name in _recorded(folder, only):
         _path(folder, name).unlink()
     for name, text in documents.items():

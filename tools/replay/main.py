@@ -1,4 +1,4 @@
-"""The command: writes the documents of all cases to a folder, or compares them with those in it."""
+"""The command line: writes the documents of all cases to a folder, or compares them with those in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.replay.table import all_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if all documents are the same, or all were recorded and none is a crash."""
+    """Run the command line; return 0 if all documents are the same, or were recorded without a crash."""
     started, options = time.perf_counter(), _parser().parse_args(arguments)
     cases = [case for case in all_cases() if re.search(options.only, case.name)]
     if options.list:
@@ -42,8 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--only", metavar="PATTERN", default="", help="a regular expression in the names of cases"
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="run the cases whose name matches this regular expression",
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases instead")
-    parser.add_argument("--durations", metavar="N", type=int, default=0, help="show the slowest cases")
+    parser.add_argument("--list", action="store_true", help="only print the names of the cases")
+    parser.add_argument("--durations", metavar="N", type=int, default=0, help="print the N slowest cases")
     return parser

@@ -1,4 +1,4 @@
-"""Audits of the models of the tests, which fail or are healthy, from Python."""
+"""Audits from Python of the tests' models, failing and healthy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW = {"encodec", "generate_beam", "longformer", "mimi", "qwen_vision"}  # thre
 
 @family
 def failures() -> Iterator[tuple[str, Run]]:
-    """Reported failures under what breaks them, and their healthy twins."""
+    """Reported failures under the policies that break them, and their healthy twins."""
     for case in models.CASES.values():
         for combination, (policy, dtype) in models.COMBINATIONS.items():
             if combination in (*case.breaks, *case.wrong):

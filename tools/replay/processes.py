@@ -1,4 +1,4 @@
-"""Runs cases in two processes at a time, a few cases in each process."""
+"""Runs cases in two processes at a time, a few per process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def outcomes_of(cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Run the cases and yield what they give, in their order."""
+    """Run the cases, and yield their outcomes in the same order."""
     os.chdir(ROOT)  # so that the server finds what it is to import
     os.environ.update(_SET)
     os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -41,7 +41,7 @@ def outcomes_of(cases: Sequence[Case]) -> Iterator[Outcome]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a few cases of the same family at a time."""
+    """Yield groups of a few cases of the same family."""
     for _, of_a_family in groupby(names, lambda name: name.partition("/")[0]):
         family = list(of_a_family)
         yield from (family[start : start + CASES] for start in range(0, len(family), CASES))

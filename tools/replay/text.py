@@ -1,4 +1,4 @@
-"""Takes out of a document what differs between runs of the same code, and shows how two documents differ."""
+"""Removes from a document what differs between runs of the same code, and shows how two documents differ."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WIDTH = 200
 
 
 def without_paths(text: str, folder: Path) -> str:
-    """Name the folder of the case, the packages and the checkout in the same way wherever they are."""
+    """Replace the paths of the case's folder, the installed packages and the checkout by placeholders."""
     for path, name in ((folder, "FOLDER"), (Path(sys.prefix), "PACKAGES"), (ROOT, "ROOT")):
         text = text.replace(os.path.realpath(path), name).replace(str(path), name)
     return text
 
 
-def normalised(text: str, folder: Path) -> str:
-    """Return a document without times, versions, and the places of the checkout and the case's folder."""
+def normalized(text: str, folder: Path) -> str:
+    """Return a document without times, versions, and the paths of the checkout and the case's folder."""
     text = without_paths(text, folder)
     text = _TIMES.sub(r'\1"TIME"', text)
     text = _TABLES.sub(lambda table: _VALUES.sub(r'\1"VALUE"', table[0]), text)
