@@ -125,7 +125,7 @@ one_kernel: adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive
     _convolution
 
 # Ops among those above whose parts nevertheless round several times on every device.
-rounds_inside: cdist einsum rnn_relu_cell rnn_tanh_cell
+rounds_inside: cdist einsum gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell
 
 # Composite ops among those above whose derivative is a formula of several ops, each of which rounds.
 derived_by_parts: binary_cross_entropy_with_logits divide divide_ einsum max min multiply multiply_ outer

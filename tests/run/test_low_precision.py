@@ -180,6 +180,11 @@ COMPOSITE: dict[str, Case] = {
     "ldexp": (torch.ldexp, (numbers(9), torch.arange(9))),
     "addbmm": (torch.addbmm, (numbers(4, 5), numbers(9, 4, 6), numbers(9, 6, 5))),
     "rnn_tanh_cell": (torch.rnn_tanh_cell, (numbers(2, 3), numbers(2, 4), numbers(4, 3), numbers(4, 4))),
+    "gru_cell": (torch.gru_cell, (numbers(2, 3), numbers(2, 4), numbers(12, 3), numbers(12, 4))),
+    "lstm_cell": (
+        lambda x, h, c, *weights: torch.lstm_cell(x, (h, c), *weights),
+        (*(numbers(2, 3), numbers(2, 4), numbers(2, 4)), *(numbers(16, 3), numbers(16, 4))),
+    ),
 }
 
 
@@ -192,6 +197,17 @@ def test_composite_ops_round_inside_like_native_ones(name: str, dtype: torch.dty
     found, expected = emulated(function, low, dtype=dtype).values[0], native(function, low)[0]
     assert ulps(found, expected, dtype) <= 0.5
     assert torch.equal(found, found.to(dtype).float())
+
+
+def test_a_gate_that_overflows_inside_a_cell_is_found() -> None:
+    """The product of the hidden state is 16-bit on every device, and zero times infinity is NaN."""
+    args = (numbers(2, 3), numbers(2, 4) * 100, numbers(12, 3), numbers(12, 4) * 4e3)
+    low = cast(args, torch.float16)
+    assert all(tensor.isfinite().all() for tensor in low)
+    expected = native(torch.gru_cell, low)[0]
+    assert expected.isnan().any()
+    found = emulated(torch.gru_cell, low, dtype=torch.float16).values[0]
+    assert torch.equal(found.isnan(), expected.isnan())
 
 
 def test_shared_kernels_are_those_that_torch_shares() -> None:
