@@ -41,6 +41,7 @@ _TO_REAL = ("fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "f
 # what torch says where an op has no kernel for a 16-bit format
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
+    r"|[Ff]loat (and|or) [Dd]ouble"
 )
 # arguments that CUDA kernels convert to the dtype of the tensor, which raises where they do not fit: found by
 # calling every op of ATen with each of its numbers beyond the largest of float16 and bfloat16

@@ -11,6 +11,7 @@ from torch import nn
 
 from ampaudit import scan
 from tests.support.native import emulated, verdict
+from tests.support.wrap import Wrap
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 SIGNAL = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
@@ -119,3 +120,26 @@ def test_amp306_says_which_device_lacks_the_kernel(size: int, dtype: str, severi
     found = [f for f in report.findings if f.code == "AMP306"]
     assert [f.severity.value for f in found] == [severity]
     assert words in found[0].cause
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.quantile(0.5, dim=-1),
+        lambda x: torch.view_as_complex(x.unflatten(-1, (4, 2))).abs(),
+        lambda x: torch.cdist(x, x),
+        lambda x: torch.special.ndtri(x.sigmoid()),
+    ],
+    ids=["quantile", "view_as_complex", "cdist", "ndtri"],
+)
+def test_an_op_that_raises_in_16_bits_is_named(function: Transform, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 8)
+    try:
+        function(x.to(dtype))
+        raises = False
+    except RuntimeError:
+        raises = True
+    report = scan(Wrap(lambda m, x: function(x)), x, policy="half", dtype=dtype)
+    assert ("AMP306" in {finding.code for finding in report.findings}) is raises
