@@ -395,7 +395,8 @@ class Interpreter:
             if value is UNKNOWN:
                 self.state.forget(target.id)
             is_inside = "logits" in target.id and self.point.autocast.enabled is True
-            if is_inside and isinstance(value, Tensor) and not value.dtype:  # from a matrix product
+            # from a matrix product, unless unknown code returned it
+            if is_inside and isinstance(value, Tensor) and value.node is not None and not value.dtype:
                 value = value._replace(dtype=value.computed_under)
                 self.guesses = True
             self.state.bind(self.point.frame, target.id, value)
