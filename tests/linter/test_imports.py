@@ -265,6 +265,40 @@ def test_a_long_file_that_is_imported_hides_nothing(tmp_path: Path) -> None:
     assert ("AMP807", "train.py", 13) in alarms(tmp_path)
 
 
+SHARED = """
+import torch
+
+
+class Scaling:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, loss, optimizer):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+"""
+TRAINING = """
+import torch
+from shared import Scaling
+
+
+def train(model, optimizer, loader):
+    scaling = Scaling()
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.{dtype}):
+            loss = model(x, y)
+        scaling.step(loss, optimizer)
+"""
+
+
+def test_a_scaler_of_another_file_may_be_for_float16(tmp_path: Path) -> None:
+    files = {f"in_{dtype}.py": TRAINING.format(dtype=dtype) for dtype in ("bfloat16", "float16")}
+    write(tmp_path, {"shared.py": SHARED, **files})
+    assert alarms(tmp_path) == []
+
+
 RESUME = """
 def resume(model, optimizer, state):
     model.load_state_dict(state["model"])

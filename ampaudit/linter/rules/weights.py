@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, file_number, line_of
 from ampaudit.linter.flow.events import (
     AdaptersPrepared,
     EntryPointFollowed,
@@ -114,6 +114,8 @@ def _scaled_bfloat16(flow: Interpreter, event: ScalerScale) -> Iterator[Mistake]
             " scale",
             "remove the scaler, or create it with enabled=False",
             fix,
+            # a scaler of another file may have float16 losses elsewhere
+            Certainty.LIKELY if file_number(place) else Certainty.KNOWN,
         )
 
 
