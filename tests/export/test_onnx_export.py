@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -145,3 +148,31 @@ def test_a_program_that_the_cpu_cannot_run_is_exported(tmp_path: Path) -> None:
     assert conversion is not None
     (result,) = ReferenceEvaluator(onnx.load(tmp_path / "out" / "model.onnx")).run(None, {"input": x.numpy()})
     assert abs(torch.from_numpy(result).float() - model(x)).max() < 1e-2
+
+
+class Bags(nn.Module):
+    """Means of bags of rows, which the exporter writes as nested branches in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.product = nn.EmbeddingBag(20, 8, mode="mean"), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.product(self.rows(ids, starts))
+        return result
+
+
+def test_bags_load_with_all_optimizations(tmp_path: Path) -> None:
+    """ONNX Runtime crashes where it has to inline nested branches in a loop, so it loads them in a child."""
+    model, args = Bags().eval(), (torch.arange(9), torch.tensor([0, 4, 6]))
+    convert(model, args, tmp_path / "out", policy="torch-cuda", onnx=True)
+    path, found = tmp_path / "out" / "model.onnx", tmp_path / "found.npy"
+    code = (
+        "import numpy, onnxruntime\n"
+        f"session = onnxruntime.InferenceSession({str(path)!r})\n"
+        "starts = numpy.array([0, 4, 6])\n"
+        f"numpy.save({str(found)!r}, session.run(None, dict(ids=numpy.arange(9), starts=starts))[0])\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    expected = model(*args)
+    assert (torch.from_numpy(np.load(found)) - expected).abs().max() <= 2 * 2.0**-10 * expected.abs().max()

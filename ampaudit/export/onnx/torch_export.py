@@ -132,6 +132,7 @@ def write_onnx(
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
         _name_axes(exported, axis_names)
+        _inline_known_branches(exported.model)
         _widen_bfloat16(exported.model)
         metadata.annotate(exported)
         write_model(exported.model, path)
@@ -250,6 +251,22 @@ def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
         for axis, size in enumerate(value.shape or ()):
             if str(size) in symbols:
                 value.shape[axis] = symbols[str(size)]
+
+
+def _inline_known_branches(model: ir.Model) -> None:
+    """Replace each ``If`` whose condition is known by its branch.
+
+    The exporter leaves them where it inlines functions, such as that of embedding bags. ONNX Runtime crashes
+    when it inlines nested ones itself. Floats are not folded, so that casts stay where the plan puts them.
+    """
+    from onnxscript.optimizer import fold_constants
+
+    def should_fold(node: ir.Node) -> bool | None:
+        constants = [value.const_value for value in node.inputs if value is not None]
+        return False if any(each and each.dtype.is_floating_point() for each in constants) else None
+
+    if any(node.op_type == "If" for node in model.graph.all_nodes()):
+        fold_constants(model, should_fold=should_fold)
 
 
 def _widen_bfloat16(model: ir.Model) -> None:
