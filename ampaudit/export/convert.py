@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
 
 from ampaudit.audit.advice.residual_stream import AttributeChange
 from ampaudit.audit.config import ScanConfig
@@ -55,11 +57,13 @@ from ampaudit.render.json import to_json
 from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
+from ampaudit.run.program import draws
 from ampaudit.source import ModelSource
 from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 from ampaudit.source.streamed import model_names, open_weights
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import kept_by_author, named_tensors
+from ampaudit.trace.graph import is_idle_dropout
 from ampaudit.trace.isolation import isolated
 from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
@@ -313,7 +317,7 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
             metadata=metadata_of(plan.audited.report, plan.converted.traced, plan.graph, program),
             axis_names=shapes.axis_names,
         )
-    compared = onnx if not source.model.training else None
+    compared = onnx if not _draws_numbers(program) else None
     error = compared.max_error(reference) if compared is not None else None
     verified: list[Mapping[str, int]] = []
     if config.dynamic:
@@ -322,6 +326,12 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
         error = max(error, largest) if error is not None else None
     notes = tuple(text for text in (reference.note, onnx.note if onnx else "") if text)
     return _ProgramFiles(reference, onnx, error, shapes.describe(program, verified), notes)
+
+
+def _draws_numbers(program: ExportedProgram) -> bool:
+    """Return whether an op of the program draws random numbers, which ONNX Runtime draws otherwise."""
+    calls = (node for node in program.graph.nodes if isinstance(node.target, OpOverload))
+    return any(draws(node.target, node.args, node.kwargs) and not is_idle_dropout(node) for node in calls)
 
 
 def _map_written(

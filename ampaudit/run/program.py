@@ -351,7 +351,7 @@ def _compile_step(
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
     is_view = site is not None and site.role is Role.VIEW
-    random = overload is not None and _draws(overload, args, kwargs) and not is_view
+    random = overload is not None and draws(overload, args, kwargs) and not is_view
     sources = pytree.tree_leaves([source.meta.get("val") for source in (node, *node.all_input_nodes)])
     low = any(getattr(item, "dtype", None) in LOW_PRECISION_DTYPES for item in sources)
     wide: CallArguments = widened((args, kwargs))
@@ -434,7 +434,7 @@ class _Zeroed:
         return tensor
 
 
-def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

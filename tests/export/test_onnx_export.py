@@ -176,3 +176,30 @@ def test_bags_load_with_all_optimizations(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     expected = model(*args)
     assert (torch.from_numpy(np.load(found)) - expected).abs().max() <= 2 * 2.0**-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_norm_in_training_reads_the_statistics_of_its_batch(
+    policy: str, tracks: bool, tmp_path: Path
+) -> None:
+    """Oracle: the model itself in training; its running statistics are far from those of the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=tracks), nn.ReLU6())
+    x = torch.randn(4, 3, 8, 8) + 2
+    _, conversion = convert(model, x, tmp_path / "out", policy=policy, onnx=True)
+    assert conversion is not None
+    assert conversion.onnx_error is not None
+    session = onnxruntime.InferenceSession(
+        tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    expected, found = model(x), torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    assert (found.float() - expected).abs().max() <= 1e-2
+
+
+def test_a_file_that_draws_numbers_is_not_compared(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).train()
+    _, conversion = convert(model, torch.ones(2, 8), tmp_path / "out", policy="half", onnx=True)
+    assert conversion is not None
+    assert conversion.onnx_casts is not None
+    assert conversion.onnx_error is None

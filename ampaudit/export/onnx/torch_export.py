@@ -167,7 +167,7 @@ def _reason(error: Exception) -> str:
 def _export(program: ExportedProgram, output_names: list[str], input_names: list[str] | None) -> Any:
     with quiet():  # the exporter logs which ops of torchvision are missing
         return torch.onnx.export(
-            _without_lists(program),
+            _expressible(program),
             dynamo=True,
             optimize=False,
             verbose=False,
@@ -177,11 +177,12 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
         )
 
 
-def _without_lists(program: ExportedProgram) -> ExportedProgram:
-    """Return a copy of a program without the lists of tensors that the exporter writes as invalid ONNX.
+def _expressible(program: ExportedProgram) -> ExportedProgram:
+    """Return a copy of a program without the ops that the exporter writes as invalid or different ONNX.
 
     The exporter does not promote tensors of different dtypes in a list, so they are cast here. It writes the
-    results of a split as a sequence, and ONNX has no sequences of bfloat16, so slices replace the split.
+    results of a split as a sequence, and ONNX has no sequences of bfloat16, so slices replace the split. It
+    normalizes batches with the running statistics even in training, so they get those of the batch.
     """
     copied = copy.copy(program)
     graph = copy.deepcopy(program.graph)
@@ -192,6 +193,8 @@ def _without_lists(program: ExportedProgram) -> ExportedProgram:
         with graph.inserting_before(node):
             if isinstance(value, torch.Tensor):
                 node.args = tuple(_promoted(graph, item, value.dtype) for item in node.args)
+                if base_name(op) == "batch_norm":
+                    _take_statistics(graph, node)
             elif base_name(op) in _SPLITS and value is not None:
                 axis = named_arguments(op, node.args, node.kwargs).get("dim", 0)
                 _take_slices(graph, node, axis, value)
@@ -229,6 +232,21 @@ def _take_slices(graph: fx.Graph, node: fx.Node, axis: int, parts: Sequence[torc
         for item in [user for user in node.users if user.args[1] == index]:
             piece.meta["custom"] = item.meta.get("custom", {})
             item.replace_all_uses_with(piece)
+
+
+def _take_statistics(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a batch norm in training read its batch's statistics, in float32, as running ones."""
+    x, *affine, training, momentum, eps, cudnn = node.args
+    if not training:
+        return
+    assert isinstance(x, fx.Node)
+    axes = [axis for axis in range(x.meta["val"].dim()) if axis != 1]
+    wide = x
+    if x.meta["val"].dtype is not torch.float32:
+        wide = _insert_call(graph, x, torch.ops.aten._to_copy.default, dtype=torch.float32)
+    mean = _insert_call(graph, wide, torch.ops.aten.mean.dim, axes)
+    variance = _insert_call(graph, wide, torch.ops.aten.var.correction, axes, correction=0)
+    node.args = (x, *affine[:2], mean, variance, False, momentum, eps, cudnn)
 
 
 def _insert_call(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
