@@ -246,7 +246,7 @@ class OpRecorder:
                 return call_traced(twin, changed, self.mode, caster.write_count)
         try:
             if caster.kernels.refuses(changed):
-                raise NotImplementedError
+                raise NotImplementedError("Unsupported dtype")
             result = self._record_result(record, changed)
         except Exception as error:
             # any error of a custom op on 16 bits counts

@@ -55,6 +55,8 @@ _CONVERTED: dict[str, tuple[str, ...]] = {
     "pow": ("exponent",),
     "where": ("self", "other"),
 }
+# ops whose meta functions take formats that no kernel takes: there is no complex bfloat16
+_UNCHECKED = frozenset({"complex", "polar"})
 _LARGEST = 1 << 20  # elements of the arguments that a trial computes with
 
 
@@ -79,8 +81,8 @@ class KernelTrials:
         self._complaints: dict[tuple[Any, ...], str | None] = {}
 
     def refuses(self, called: OpCalled) -> bool:
-        """Return whether a custom op raises for 16-bit tensors of these sizes, but not for FP32."""
-        if not is_foreign(called.op) or not takes_low_precision(called) or "c10d" in called.op.namespace:
+        """Return whether an op that has to be tried raises for 16-bit tensors, but not for FP32."""
+        if not _is_tried(called.op) or not takes_low_precision(called) or "c10d" in called.op.namespace:
             return False
         key = (called.op, repr(pytree.tree_map_only(torch.Tensor, _signature, (called.args, called.kwargs))))
         if key not in self._refused:
@@ -122,6 +124,11 @@ def rejected_number(called: OpCalled) -> str | None:
     return None
 
 
+def _is_tried(op: OpOverload) -> bool:
+    """Return whether only the kernel of an op tells what it takes."""
+    return is_foreign(op) or base_name(op) in _UNCHECKED
+
+
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(map(example_size, tensor.shape)), tensor.dtype, tensor.device
 
@@ -135,7 +142,7 @@ def _error(called: OpCalled, *, wide: bool = False) -> Exception | None:
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
-        device = torch.device("meta") if large and not is_foreign(called.op) else tensor.device
+        device = torch.device("meta") if large and not _is_tried(called.op) else tensor.device
         return empty_example(tensor, dtype, device).zero_()
 
     try:

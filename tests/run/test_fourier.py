@@ -129,10 +129,12 @@ def test_amp306_says_which_device_lacks_the_kernel(size: int, dtype: str, severi
     [
         lambda x: x.quantile(0.5, dim=-1),
         lambda x: torch.view_as_complex(x.unflatten(-1, (4, 2))).abs(),
+        lambda x: torch.complex(x, x).abs(),
+        lambda x: torch.polar(x.abs(), x).real,
         lambda x: torch.cdist(x, x),
         lambda x: torch.special.ndtri(x.sigmoid()),
     ],
-    ids=["quantile", "view_as_complex", "cdist", "ndtri"],
+    ids=["quantile", "view_as_complex", "complex", "polar", "cdist", "ndtri"],
 )
 def test_an_op_that_raises_in_16_bits_is_named(function: Transform, dtype: torch.dtype) -> None:
     x = torch.randn(3, 8)
