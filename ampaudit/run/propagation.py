@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Set
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import as_complex, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
 from ampaudit.run.program import MemoryVersion, NodeOrMemory, Program, Step
-from ampaudit.run.record import Fate, Origin
+from ampaudit.run.record import RIGHT_DB, Fate, Origin
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, components
 
@@ -111,6 +112,15 @@ class FaultPropagation:
         """Whether anything besides harmless masks is wrong."""
         return any(step.node not in self._masked for step in self._wrong_steps())
 
+    @property
+    def doubtful(self) -> set[SiteId]:
+        """Sites that turn inf or NaN into finite values, and are inaccurate for whatever reason."""
+        return {site for site in self._hiding(self._wrong) if self._accuracy(site) < RIGHT_DB}
+
+    def narrow(self, errors: Mapping[SiteId, float]) -> None:
+        """Count only these squared errors of sites, which are not inaccurate for other reasons."""
+        self._energies |= {site: (self._energies[site][0], error) for site, error in errors.items()}
+
     def origins(self, sites: Set[SiteId], batch: int, known: Set[SiteId]) -> Iterator[Origin]:
         """Describe the origins of a batch, in graph order, except for those that are known.
 
@@ -132,16 +142,32 @@ class FaultPropagation:
         if again:
             reached |= self._downstream(again & self._downstream({start}), self._wrong)
         poisons = self._sites(reached - {start})
-        users = {user for value in reached for user in self._users.get(value, ())}
-        hiding = tuple(hidden for hidden in self._sites(users - reached) if hidden in self._energies)
+        hiding = self._hiding(reached)
         buffer = self._buffer(start)
         in_output = self._reach_output(reached)
         fate: Fate = "reaches the output" if in_output or not hiding or buffer else "recovered"
-        energies = [self._energies[hidden] for hidden in hiding]
-        # without error a site is exact, without signal nothing of it is left
-        sqnr = [signal_to_noise_db(*pair) if pair[0] else 0.0 for pair in energies if pair[1]]
-        worst = min((db for db in sqnr if db is not None), default=None)
-        return Origin(site, batch, poisons, fate, hiding, worst, buffer, self._input(start))
+        worst = min((self._accuracy(hidden) for hidden in hiding), default=math.inf)
+        return Origin(
+            site,
+            batch,
+            poisons,
+            fate,
+            hiding,
+            worst if worst < math.inf else None,
+            buffer,
+            self._input(start),
+        )
+
+    def _hiding(self, wrong: Set[NodeOrMemory]) -> tuple[SiteId, ...]:
+        """Return the sites that read wrong values and compute finite ones, in graph order."""
+        users = {user for value in wrong for user in self._users.get(value, ())}
+        return tuple(site for site in self._sites(users - wrong) if site in self._energies)
+
+    def _accuracy(self, site: SiteId) -> float:
+        """Return the accuracy of a site in dB; without signal nothing of it is left."""
+        signal, error = self._energies[site]
+        db = signal_to_noise_db(signal, error) if signal else 0.0
+        return db if error and db is not None else math.inf
 
     def _input(self, node: fx.Node) -> tuple[str, float] | None:
         """Return the name and peak of an input that a step reads and that is infinite only in 16 bits."""
@@ -273,6 +299,26 @@ class FaultPropagation:
                     masked.add(node)
             masked.update(m for m in memory_after.get(node, ()) if m in self._wrong and is_masked(m))
         return masked
+
+
+class HiddenErrors(Observer):
+    """Sums the errors of the elements that elementwise ops compute from broken ones."""
+
+    def __init__(self, sites: Set[SiteId]) -> None:
+        self._sites = sites
+        self.errors: dict[SiteId, float] = {}  # squared, by site
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Measure the elements that read broken ones; of ops that are not elementwise, all may."""
+        single = isinstance(reference, torch.Tensor) and reference.shape == value.shape and not step.mutates
+        pointwise = single and torch.Tag.pointwise in getattr(step.target, "tags", ())
+        if step.site is not None and step.site.id in self._sites and pointwise:
+            error = (value - reference).abs().double().square()
+            inputs = ((r, v) for r, v in call.inputs.values() if isinstance(v, torch.Tensor))
+            masks = (mask for r, v in inputs if (mask := _wrong(r, v)) is not None)
+            broken = functools.reduce(torch.logical_or, masks, error.isnan())
+            self.errors[step.site.id] = float(error[broken & error.isfinite()].sum())
+        return value
 
 
 class RepairingMeter(Observer):

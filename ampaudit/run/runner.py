@@ -24,7 +24,7 @@ from ampaudit.run.measure import fetch, finite_peak
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
 from ampaudit.run.program import Program, Step, compile_program
-from ampaudit.run.propagation import FaultPropagation, RepairingMeter
+from ampaudit.run.propagation import FaultPropagation, HiddenErrors, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
@@ -136,6 +136,7 @@ class Runner:
         with self.record.timing("run"):
             faults = self.analyze(call, outputs)
             if faults.need_repair:
+                self._narrow(call, faults)
                 repairing = self.repairing(call, faults.masks)
                 outputs = self.execute(call, repairing)
             self.conclude(call, repairing)
@@ -176,6 +177,15 @@ class Runner:
         self.record.masks |= call.faults.masks
         self.record.by_design |= call.faults.by_design
         return call.faults
+
+    def _narrow(self, call: BatchRun, faults: FaultPropagation) -> None:
+        """Run without repairs again where it is open whether inf or NaN makes the next values inaccurate."""
+        if faults.doubtful:
+            observer = HiddenErrors(faults.doubtful)
+            with guarded(self.config.device, call.batch):
+                torch.manual_seed(call.seed)
+                call.executor.run(call.tensors, observer, call.carried)
+            faults.narrow(observer.errors)
 
     def repairing(self, call: BatchRun, masks: Collection[str]) -> RepairingMeter:
         """Return the observer for the second, repaired run of a batch."""

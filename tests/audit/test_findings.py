@@ -64,6 +64,19 @@ def test_an_overflow_that_is_hidden_with_the_right_values_is_a_note() -> None:
     assert (found.severity, found.fate, found.hidden_at) == ("note", "recovered", ("(top)/tanh",))
 
 
+def test_the_rounding_of_other_elements_does_not_make_a_hidden_overflow_wrong() -> None:
+    """Half of the elements overflow and saturate; the other half lose their digits by cancellation."""
+
+    class Saturated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(torch.cat([x * 4e5, x * 2e3 - 2e3]))
+
+    x = 1 + 1e-3 * torch.randn(4, WIDTH)
+    report = scan(Saturated(), x, policy="half")
+    (found,) = [f for f in report.findings if f.origin]
+    assert (found.severity, found.fate, found.hidden_at) == ("note", "recovered", ("(top)/tanh",))
+
+
 def test_an_overflow_that_reaches_the_output_says_so() -> None:
     class Plain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
