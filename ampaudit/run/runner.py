@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
 from ampaudit.run.measure import fetch, finite_peak
 from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
-from ampaudit.run.program import Program, Step, compile_program
+from ampaudit.run.program import NodeOrMemory, Program, Step, compile_program
 from ampaudit.run.propagation import FaultPropagation, HiddenErrors, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates, takes_path
 from ampaudit.source.interface import Batch
@@ -292,7 +292,7 @@ class Runner:
     def _refuse_broken_reference(self, call: BatchRun, outputs: list[Pair]) -> None:
         if not any(is_broken(reference) for reference, _ in outputs):
             return
-        first = next((row.site for row in call.measured if row.fields["ref_bad"] > 0), None)
+        first = next(_broken_before_outputs(call.executor.program, call.measured), None)
         site = self.executors.sites[first] if first else None
         where = f" at {site.id}" if site else ""
         line = f" ({site.source.file}:{site.source.line})" if site and site.source else ""
@@ -300,6 +300,23 @@ class Runner:
         raise ReferenceBroken(
             f"the FP32 model itself gives NaN or infinity in {title}; the first is{where}{line}"
         )
+
+
+def _broken_before_outputs(program: Program, measured: Sequence[MeasuredValue]) -> Iterator[SiteId]:
+    """Yield the sites whose FP32 values are not finite, nor is anything from there to the outputs.
+
+    An infinite mask, for example, becomes finite in its softmax.
+    """
+    broken = {row.site for row in measured if row.fields["ref_bad"] > 0}
+    finite = {s.node for s in program.steps if s.makes_values and s.site and s.site.id not in broken}
+    reached: set[NodeOrMemory] = {program.traced.graph.output_node()}
+    frontier = list(reached)
+    while frontier:
+        sources = set(program.sources(frontier.pop())) - finite - reached
+        reached |= sources
+        frontier += sources
+    sites = (step.site.id for step in program.steps if step.site and step.node in reached)
+    return (site for site in sites if site in broken)
 
 
 def measurements(

@@ -574,6 +574,19 @@ def test_an_fp32_model_that_is_not_finite_ends_the_audit_in_one_line() -> None:
         scan(Of(broken).eval(), inputs(), policy="half")
 
 
+def test_the_first_infinity_of_a_broken_fp32_model_is_not_that_of_a_mask() -> None:
+    """The infinities of the mask end in its softmax, in a value and in memory."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = x.masked_fill(x > 0, -torch.inf)
+            scores[:, 1:3] = -torch.inf
+            return scores.softmax(-1).exp().sub(1).mul(1e30).mul(1e30)
+
+    with pytest.raises(ReferenceBroken, match=r"the first is at \(top\)/mul#2 "):
+        scan(Masked(), torch.tensor([[1.0, -1.0, 2.0, -2.0]]), policy="half")
+
+
 def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
     runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")))
