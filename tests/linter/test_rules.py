@@ -76,6 +76,21 @@ def test_a_slip_in_a_correct_loop_is_found(wanted: str) -> None:
     assert len(found) >= share * (len(found) + len(missed)), missed
 
 
+def test_a_checkpoint_in_bfloat16_lacks_no_scaler() -> None:
+    text = BAD["AMP820"]
+    assert set(codes(text)) == {"AMP820"}
+    in_bfloat16 = text.replace("torch.float16", "torch.bfloat16")
+    assert in_bfloat16 != text
+    assert set(codes(in_bfloat16)) == {"AMP818"}
+
+
+def test_a_step_without_its_loop_is_only_likely_to_lack_an_update() -> None:
+    text = GOOD["AMP804"].replace("scaler.update()", "pass")
+    in_loop, alone = lint(text).findings, lint(text.replace("for x, y in loader:", "if True:")).findings
+    assert [(f.code, f.severity) for f in in_loop] == [("AMP804", "error")]
+    assert [(f.code, f.severity, f.fixable) for f in alone] == [("AMP804", "warning", False)]
+
+
 def test_a_number_by_its_name() -> None:
     text = (
         "import torch\n\nLOW = -1e9\n\n\ndef f(x, w, mask):\n"

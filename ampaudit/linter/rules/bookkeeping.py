@@ -50,8 +50,7 @@ def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
-    dtypes = {event.context.dtype for event in of_type(events, AutocastEntered)}
-    for creation in of_type(events, ScalerMade) if dtypes != {"bfloat16"} else ():
+    for creation in of_type(events, ScalerMade) if _dtypes(events) != {"bfloat16"} else ():
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
@@ -71,6 +70,11 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
                     "again",
                     "create the scaler once, before the loop",
                 )
+
+
+def _dtypes(events: list[Event]) -> set[str | None]:
+    """Return the dtypes of all autocast contexts that are entered."""
+    return {event.context.dtype for event in of_type(events, AutocastEntered)}
 
 
 def _tests_absence(test: ast.expr) -> bool:
@@ -94,7 +98,9 @@ def _growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mis
     if statement is None:
         return
     leaves = any(isinstance(node, ast.Return | ast.Continue) for node in ast.walk(statement))
-    if leaves or mentions(statement, "skip", "overflow", "step", "did_"):
+    compares = [op for node in ast.walk(statement) if isinstance(node, ast.Compare) for op in node.ops]
+    tells_growth_apart = any(isinstance(op, ast.Lt | ast.Gt | ast.LtE | ast.GtE) for op in compares)
+    if not tells_growth_apart and (leaves or mentions(statement, "skip", "overflow", "step", "did_")):
         yield Mistake(
             event.node,
             "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not mean "
@@ -122,11 +128,15 @@ def _never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mist
             continue
         statement, text = step.statement, receiver_name(step.node)
         alone = isinstance(statement, ast.Expr) and statement.value is step.node and text and step.optimizer
+        repeats = any(guard.kind == "loop" for guard in step.guards)  # else the loop elsewhere may update it
         yield Mistake(
             step.node,
             "update() is never called: the scale never changes, and the next unscale_() or step raises",
             f"call {scaler.text or 'scaler'}.update() once, after the step",
-            Fix.at(statement, "insert after", f"{text}.update()") if statement and alone else None,
+            Fix.at(statement, "insert after", f"{text}.update()")
+            if statement and alone and repeats
+            else None,
+            Certainty.KNOWN if repeats else Certainty.LIKELY,
         )
         return
 
@@ -169,7 +179,9 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
-    """Return whether a script keeps the scaler that it makes, and does not leave it to other code."""
+    """Return whether a script keeps the scaler that it makes, and needs, without leaving it to other code."""
+    if _dtypes(followed.events) == {"bfloat16"}:  # whose gradients overflow at no scale
+        return False
     creations = of_type(followed.events, ScalerMade)
     checkpoints = of_type(followed.events, CheckpointSaved, OptimizerRestored)
     in_variables = (e.guards for e in creations if e.value.text.isidentifier())

@@ -408,7 +408,8 @@ def _half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake
     script = flow.linked.main
     if "float16" not in script.text and "half" not in script.text:
         return
-    totals = {item.name: item.value for item in script.assignments if _dtype(script, item.value)}
+    others = {item.name for item in script.assignments if not _dtype(script, item.value)}
+    totals = {item.name: item.value for item in script.assignments if item.name not in others}
     for node in script.of_type(ast.AugAssign) if totals else ():
         index = node.target.slice if isinstance(node.target, ast.Subscript) else None
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
