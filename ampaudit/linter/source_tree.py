@@ -19,7 +19,13 @@ from typing import Final
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Mistake, file_number
-from ampaudit.linter.flow.script import MATTERS_TO_IMPORTERS, Script, ScriptTooLong, read_script
+from ampaudit.linter.flow.script import (
+    MATTERS_TO_IMPORTERS,
+    Script,
+    ScriptTooLong,
+    is_worth_reading,
+    read_script,
+)
 from ampaudit.linter.flow.syntax import imported_modules
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
 from ampaudit.linter.source_text import Unreadable, decode
@@ -114,9 +120,8 @@ class SourceTree:
         path = self.paths[number - 1]
         try:
             text, _ = decode(read_bounded(path, _MAX_BYTES, InputError))
-            if path.name != "__init__.py" and MATTERS_TO_IMPORTERS.search(text) is None:
-                return None
-            return read_script(text, number)
+            matters = MATTERS_TO_IMPORTERS.search(text) is not None or is_worth_reading(text)
+            return read_script(text, number) if matters or path.name == "__init__.py" else None
         except _UNREADABLE:
             return None
 

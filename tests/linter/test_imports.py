@@ -374,3 +374,28 @@ def test_step(model, loss):
 def test_an_update_in_an_imported_file_counts(tmp_path: Path, last: str, count: int) -> None:
     write(tmp_path, {"test_wrapper.py": WRAPPED, "wrapper.py": WRAPPER.format(last=last)})
     assert len([code for code, _, _ in alarms(tmp_path) if code == "AMP804"]) == count
+
+
+MANAGED = """
+import torch
+from torch import nn
+
+from shared import accelerator
+
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_file_that_only_makes_the_accelerator_is_read(tmp_path: Path) -> None:
+    """It says that the gradients are scaled, as ``accelerator.clip_grad_norm_`` knows."""
+    shared = 'from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision="fp16")\n'
+    write(tmp_path, {"train.py": MANAGED, "shared.py": shared})
+    assert alarms(tmp_path) == [("AMP807", "train.py", 13)]
