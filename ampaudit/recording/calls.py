@@ -576,7 +576,7 @@ class _Encoder:
             return {kind.__name__: items((value.start, value.stop, value.step))}
         if is_cache(kind):  # an object with plain attributes
             return {"object": [class_name(kind), attributes(iter(vars(value).items()))]}
-        what = "a function" if hasattr(value, "__code__") else f"of type {kind.__name__}"
+        what = "a function" if callable(value) and hasattr(value, "__code__") else f"of type {kind.__name__}"
         raise Unstorable(f"{describe(place)} is {describe(what)}")
 
     def _tensor(self, value: torch.Tensor, place: str) -> dict[str, Any]:

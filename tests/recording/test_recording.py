@@ -157,6 +157,13 @@ def test_a_generator_and_a_device_are_noted(tmp_path: Path) -> None:
     assert device == torch.device("cpu"), "where the tensors of a recording are"
 
 
+class Lookup:
+    """Looks up every attribute that it does not have, and raises another error than Python does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
 class Plain:
     """An object of a user."""
 
@@ -166,6 +173,7 @@ class Plain:
     [
         (lambda x: x, "is a function"),
         (Plain(), "of type Plain"),
+        (Lookup(), "of type Lookup"),
         (sys.stdout, "of type"),
         (10**30, "64 bits"),
         (torch.ones(2, 2).to_mkldnn(), "storage of its own"),
