@@ -280,6 +280,21 @@ def test_files_are_small_and_say_what_they_do(modules: list[str]) -> None:
         assert ast.get_docstring(ast.parse(text)), "a module begins with one sentence on its job"
 
 
+SECTION = re.compile(r"^(?:Args|Attributes|Raises):\n((?:    .*\n|\n)+)", re.M)
+ENTRY = re.compile(r"    (\S+(, \S+)*: |     *)|$")  # a name, or a further line on one
+
+
+@by_room(list(MODULES))
+def test_sections_of_docstrings_are_lists_of_names(modules: list[str]) -> None:
+    """The documentation reads from them what each name means."""
+    for module in modules:
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for section in SECTION.finditer(f"{ast.get_docstring(node) or ''}\n"):
+                    broken = [line for line in section[1].splitlines() if not ENTRY.match(line)]
+                    assert not broken, f"{module}: {node.name}"
+
+
 def test_no_test_imports_another_test_module() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -43,9 +43,7 @@ def _record(function: Any) -> type[Config] | None:
     """Return the record whose fields are the options of a function, or ``None`` if it has none."""
     if not inspect.isfunction(function):
         return None
-    if (
-        function is ampaudit.assert_safe
-    ):  # its defaults differ from the record's, so it has no parameter `config`
+    if function is ampaudit.assert_safe:  # has no `config`, since its defaults differ from the record's
         return ampaudit.ScanConfig
     config = inspect.signature(function).parameters.get("config")
     return getattr(ampaudit, config.annotation.partition(" ")[0]) if config is not None else None

@@ -352,7 +352,7 @@ class BoundTable:
 
 
 class KnownWeights(dict[fx.Node, KnownTensor]):
-    """Values known without a run, by node: weights behind copies and casts; constants behind exact ops."""
+    """Values known without a run, by node: weights behind views and casts; constants behind exact ops."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Archive:
 
     Raises:
         AuditError: The file is missing, or not an archive as torch writes it. The error has the type
-        ``error``.
+            ``error``.
     """
 
     def __init__(self, path: Path, error: type[AuditError], data: memoryview | None = None) -> None:
@@ -189,8 +189,7 @@ def map_privately(path: Path, error: type[AuditError]) -> mmap.mmap:
 
     Raises:
         AuditError: The file is empty, memory does not suffice, or see ``open_regular``. The error has the
-        type
-            ``error``.
+            type ``error``.
     """
     handle = open_regular(path, error)
     try:

@@ -131,9 +131,7 @@ class Storages:
             raise RefusedPickle(f"{shown!r} leaves its storage, or is too large for it")
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
-        if isinstance(
-            record.metadata, Pairs
-        ):  # apply the conjugation or negation that was pending when saved
+        if isinstance(record.metadata, Pairs):  # apply what was pending: a conjugation or a negation
             tensor = tensor.conj().resolve_conj() if record.metadata.get("conj") is True else tensor
             tensor = -tensor if record.metadata.get("neg") is True else tensor
         return tensor

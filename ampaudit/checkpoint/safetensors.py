@@ -151,8 +151,7 @@ class SafetensorsFile:
 
     Raises:
         WeightsError: The file is missing or not a safetensors file, or its header is too long, repeats a
-        name,
-            or does not fit the file.
+            name, or does not fit the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -231,9 +231,8 @@ def _umask() -> int:
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory in the system's temporary folder, and remove it at the end.
 
-    It is also removed if a signal ends the program. Directories of killed processes, recognized by the prefix
-    ``ampaudit-``, are removed before and after: the next command of this user removes them, and so does a
-    process whose child was killed.
+    It is also removed if a signal ends the program. A directory of a killed process is recognized by the
+    prefix ``ampaudit-``, and removed by its parent, or by the next command of this user that creates one.
 
     Raises:
         OSError: The directory cannot be created.

@@ -13,7 +13,7 @@ def import_ahead(*modules: str) -> None:
     """Import modules that this process needs later; a module that fails will raise when it is needed.
 
     torch and ``torch.export`` create 300,000 objects that live as long as the process. Collecting garbage
-    among them, during the imports and afterwards, would add a sixth to the time of the imports.
+    among them, during the imports and afterwards, would take a sixth of their time.
     """
     gc.disable()
     for name in modules:

@@ -66,12 +66,14 @@ class BenchRow:
 
     Attributes:
         mode: ``fp32``, ``tf32``, ``autocast``, ``half``, ``bf16``, ``converted`` or ``converted+compile``.
-        how: Description of what was run. note: Reason why it did not run, or a remark. seconds: Median time
-        of a step: a forward pass, or with training forward, backward and update. least: Time of the shortest
-        step in seconds. most: Time of the longest step in seconds. peak_bytes: Measured peak of the memory
-        that torch allocated, on the GPU or the CPU. workspace_bytes: Part of that peak that kernels allocated
-        internally. It depends on the processor and is
-            not predicted; null on a GPU, where it cannot be measured separately.
+        how: Description of what was run.
+        note: Reason why it did not run, or a remark.
+        seconds: Median time of a step: a forward pass, or with training forward, backward and update.
+        least: Time of the shortest step in seconds.
+        most: Time of the longest step in seconds.
+        peak_bytes: Measured peak of the memory that torch allocated, on the GPU or the CPU.
+        workspace_bytes: Part of that peak that kernels allocated internally. It depends on the processor and
+            is not predicted; null on a GPU, where it cannot be measured separately.
         memory: Predicted contents of the memory at the peak, from a run on tensors without data; null if that
             failed.
         work: Predicted operations and bytes of a step; null if that failed.

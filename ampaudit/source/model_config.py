@@ -65,8 +65,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
     Raises:
         SourceError: See ``read_raw_config``; or the configuration names a kernel, other files or an
-        unsupported
-            quantization, or the directory holds an adapter.
+            unsupported quantization, or the directory holds an adapter.
     """
     table = read_raw_config(directory)
     if (directory / ADAPTER).exists():

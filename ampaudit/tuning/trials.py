@@ -255,7 +255,7 @@ def run_low_precision(trials: Trials) -> tuple[Audit, TuningProblem, dict[str, s
 
 
 def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[dict[str, str], set[str]]:
-    """Return why values force ops and weights into float32, by name, and the values that 16 bits lack."""
+    """Return why values force ops and weights into float32, by name, and the values out of range."""
     record = audit.record
     masks = record.masks | record.by_design
     peaks = {site: stats.ref_peak for site, stats in record.observations.items()}

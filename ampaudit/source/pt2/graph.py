@@ -92,9 +92,7 @@ _VMAP = frozenset(
     "lazy_load_decompositions _add_batch_dim _remove_batch_dim _vmap_increment_nesting "
     "_vmap_decrement_nesting".split()
 )
-_GROWING = frozenset(
-    {"add", "lshift", "mod", "mul", "pow", "sub"}
-)  # results may be arbitrarily large integers
+_GROWING = frozenset({"add", "lshift", "mod", "mul", "pow", "sub"})  # their integers may have any size
 _BITS = 64
 _MEMORY_FORMATS = {
     1: torch.contiguous_format,
