@@ -123,7 +123,8 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
                 if arguments is not None:
                     place = f"{other.path.as_posix()}:{call.lineno}"
                     model = replace(model, arguments=_argument_list(arguments), called_at=place)
-                    values |= dict(zip(parameters, arguments[0], strict=False)) | arguments[1]
+                    positional = list(_parameters(constructor, keywords=False))
+                    values |= dict(zip(positional, arguments[0], strict=False)) | arguments[1]
     inputs, reason = _inputs(constructor, values, file.constants, files)
     needed = [name for name, default in _parameters(_method(node, "forward")).items() if default is None]
     if others := needed[1:]:
@@ -135,15 +136,18 @@ def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     return next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == name), None)
 
 
-def _parameters(method: ast.FunctionDef | None) -> dict[str, ast.expr | None]:
-    """Return the parameters of a method except self, with their defaults; ``None`` for one without."""
+def _parameters(method: ast.FunctionDef | None, *, keywords: bool = True) -> dict[str, ast.expr | None]:
+    """Return the parameters of a method except self, with their defaults; ``None`` for one without.
+
+    Without ``keywords``, those that can only be passed by name are left out.
+    """
     if method is None:
         return {}
     arguments = method.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
     pairs = [*zip(positional, defaults, strict=True)][1:]
-    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if keywords else ()
     return {argument.arg: default for argument, default in pairs}
 
 

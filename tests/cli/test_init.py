@@ -111,6 +111,20 @@ class Net(nn.Module):
     assert "return torch.randn(1, 8)" in written
 
 
+def test_a_positional_argument_is_no_keyword_only_parameter(tmp_path: Path) -> None:
+    text = """\
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, *sizes, dim=8):
+        super().__init__()
+        self.first = nn.Linear(dim, 4)
+    def forward(self, x): return self.first(x)
+model = Net(16, 4)
+"""
+    assert run("init", cwd=project(tmp_path, net=text)).returncode == 0
+    assert "return torch.randn(1, 8)" in (tmp_path / "audit_model.py").read_text()
+
+
 def test_an_input_of_which_nothing_is_known_is_to_be_filled_in(tmp_path: Path) -> None:
     project(tmp_path, words=WORDS.replace("forward(self, ids)", "forward(self, ids, mask, scale, act=None)"))
     assert run("init", cwd=tmp_path).returncode == 0
