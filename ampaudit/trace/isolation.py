@@ -105,8 +105,8 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
     """Remove the fake tensors of a trace afterwards from what the model shares with other code.
 
     Code may keep tensors in global variables, in attributes of classes, in dicts and lists there, and under
-    ``functools.lru_cache``, where the next call would find them. Variables are searched in the model's
-    classes and in the modules of their packages.
+    ``functools.lru_cache``, where the next call would find them. The model's classes and the modules of their
+    packages are searched.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {base.__module__.partition(".")[0] for base in classes} - {"torch", "builtins"}
@@ -115,14 +115,17 @@ def caches_cleared_of_fakes(model: nn.Module) -> Iterator[None]:
     variables = [(owner, _entries(owner)) for owner in owners]
     tables = _tables_in(variables)
     before = [*variables, *tables, *_tables_in(tables)]
+    values = [value for _, entries in variables for value in entries.values()]
+    functions = [v.__func__ if type(v) in (staticmethod, classmethod) else v for v in values]
+    caches = {f: f.cache_info() for f in functions if type(f) is functools._lru_cache_wrapper}
     try:
         yield
     finally:
         for owner, old in before:
             _restore(owner, old)
-        for value in gc.get_objects():
-            if type(value) is functools._lru_cache_wrapper and _has_fakes(gc.get_referents(value)):
-                value.cache_clear()
+        for cache, info in caches.items():
+            if cache.cache_info() != info and _has_fakes(gc.get_referents(cache)):
+                cache.cache_clear()
 
 
 def _tables_in(owners: Iterable[tuple[Any, dict[Any, Any]]]) -> list[tuple[Any, dict[Any, Any]]]:
