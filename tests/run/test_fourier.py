@@ -132,9 +132,16 @@ def test_amp306_says_which_device_lacks_the_kernel(size: int, dtype: str, severi
         lambda x: torch.complex(x, x).abs(),
         lambda x: torch.polar(x.abs(), x).real,
         lambda x: torch.cdist(x, x),
+        lambda x: torch.cdist(x.repeat(9, 1), x),
+        lambda x: torch.cdist(x.repeat(9, 1), x, p=1.0),
+        lambda x: torch.cdist(x, x, compute_mode="use_mm_for_euclid_dist"),
+        lambda x: torch.cdist(x.repeat(9, 1), x, compute_mode="donot_use_mm_for_euclid_dist"),
         lambda x: torch.special.ndtri(x.sigmoid()),
     ],
-    ids=["quantile", "view_as_complex", "complex", "polar", "cdist", "ndtri"],
+    ids=[
+        *("quantile", "view_as_complex", "complex", "polar"),
+        *("cdist", "large", "p", "product", "no product", "ndtri"),
+    ],
 )
 def test_an_op_that_raises_in_16_bits_is_named(function: Transform, dtype: torch.dtype) -> None:
     x = torch.randn(3, 8)

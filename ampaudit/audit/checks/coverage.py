@@ -21,7 +21,7 @@ from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import NO_KERNEL
 from ampaudit.trace.internals import has_kernel
 from ampaudit.trace.kernels import is_fourier, signal_sizes
-from ampaudit.trace.opnames import base_name, is_foreign
+from ampaudit.trace.opnames import base_name, is_foreign, named_arguments
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import fake_arguments
 
@@ -162,10 +162,20 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
     lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
     if not lacks_kernel and base not in having("no_16_bit_kernel"):
         return None
+    if base == "cdist" and op is not None and _multiplies(op, node):
+        return None
     dtypes = {str(getattr(source.meta.get("val"), "dtype", "")) for source in node.all_input_nodes}
     if f"torch.{form}" in dtypes:
         return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
     return None
+
+
+def _multiplies(op: OpOverload, node: fx.Node) -> bool:
+    """Return whether ``cdist`` computes a matrix product, as ATen decides, and calls no kernel of its own."""
+    arguments = named_arguments(op, *fake_arguments(node))
+    rows = max(arguments[name].shape[-2] for name in ("x1", "x2"))
+    mode = arguments.get("compute_mode") or 0
+    return arguments.get("p", 2.0) == 2.0 and (mode == 1 or (mode == 0 and rows > 25))
 
 
 def _missing_fft_kernel(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
