@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import ampaudit
+from ampaudit.core.imports import import_ahead
 from ampaudit.trace.isolation import call_unchanged, isolated, seeded
 
 
@@ -159,6 +161,18 @@ def test_what_a_model_caches_is_real_after_a_scan(policy: str) -> None:
     Caching.bias.cache_clear()
     positions.cache_clear()
     TABLES.clear()
+
+
+def test_a_cache_that_the_program_froze_is_real_after_a_scan() -> None:
+    """The program freezes all objects after it has loaded a model."""
+    model = Caching().eval()
+    import_ahead()
+    try:
+        reports = [ampaudit.scan(model, batches=[X, X[:1]], policy="half") for _ in range(2)]
+    finally:
+        gc.unfreeze()
+    assert [report.verdict for report in reports] == ["pass", "pass"]
+    assert (positions.cache_info().currsize, Caching.window.cache_info().currsize) == (0, 0)
 
 
 def test_threads_may_scan_at_once() -> None:
