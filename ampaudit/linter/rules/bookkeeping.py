@@ -50,7 +50,8 @@ def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
-    for creation in of_type(events, ScalerMade) if _dtypes(events) != {"bfloat16"} else ():
+    dtypes = {event.context.dtype for event in of_type(events, AutocastEntered)}
+    for creation in of_type(events, ScalerMade) if dtypes != {"bfloat16"} else ():
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
@@ -70,11 +71,6 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
                     "again",
                     "create the scaler once, before the loop",
                 )
-
-
-def _dtypes(events: list[Event]) -> set[str | None]:
-    """Return the dtypes of all autocast contexts that are entered."""
-    return {event.context.dtype for event in of_type(events, AutocastEntered)}
 
 
 def _tests_absence(test: ast.expr) -> bool:
@@ -180,7 +176,7 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and needs, without leaving it to other code."""
-    if _dtypes(followed.events) == {"bfloat16"}:  # whose gradients overflow at no scale
+    if any(code == "AMP818" for code, *_ in flow.diagnostics):  # bfloat16 needs none
         return False
     creations = of_type(followed.events, ScalerMade)
     checkpoints = of_type(followed.events, CheckpointSaved, OptimizerRestored)
