@@ -67,8 +67,8 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
             if lives_on and not any(map(_tests_absence, conditions_around(flow.linked, creation.node))):
                 yield Mistake(
                     creation.node,
-                    "a new scaler in every iteration forgets the scale it has found and starts at 65,536 "
-                    "again",
+                    "each pass of the loop creates a new scaler, which starts at 65,536 again instead of the "
+                    "scale that was found",
                     "create the scaler once, before the loop",
                 )
 
