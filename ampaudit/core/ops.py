@@ -157,8 +157,8 @@ number_in_own_type: copysign eq fmod ge greater greater_equal group_norm gt hard
 
 # LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16; of linalg_*, only a few have a kernel.
 # Other kernels are compiled for float32 and float64 alone, on every device.
-no_16_bit_kernel: cdist cholesky cholesky_inverse cholesky_solve ctc_loss det geqrf histc inverse logdet
-    lu_solve ormqr pdist pinverse polar qr slogdet special_airy_ai special_bessel_j0 special_bessel_j1
+no_16_bit_kernel: cdist cholesky cholesky_inverse cholesky_solve ctc_loss det geqrf inverse logdet lu_solve
+    ormqr pdist pinverse polar qr slogdet special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h
     special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
@@ -167,6 +167,7 @@ no_16_bit_kernel: cdist cholesky cholesky_inverse cholesky_solve ctc_loss det ge
     special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
     special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
     special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta svd triangular_solve
+no_16_bit_kernel_on_cuda: histc
 linalg_in_16_bits: linalg_cross linalg_diagonal linalg_matmul linalg_norm linalg_vecdot linalg_vector_norm
 """
 

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 from ampaudit import scan
 from tests.support.native import emulated, verdict
@@ -152,3 +153,17 @@ def test_an_op_that_raises_in_16_bits_is_named(function: Transform, dtype: torch
         raises = True
     report = scan(Wrap(lambda m, x: function(x)), x, policy="half", dtype=dtype)
     assert ("AMP306" in {finding.code for finding in report.findings}) is raises
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"), [("cholesky", "error"), ("det", "error"), ("histc", "warning")]
+)
+def test_amp306_is_an_error_where_no_device_has_a_kernel(name: str, severity: str) -> None:
+    low = {torch.float16, torch.bfloat16}
+    infos = [info for info in op_db if info.name in (name, f"linalg.{name}")]
+    assert any(low & {*info.dtypes, *info.dtypesIfCUDA} for info in infos) == (severity == "warning")
+    function = getattr(torch, name)
+    report = scan(
+        Wrap(lambda m, x: function(x @ x.mT + torch.eye(8, dtype=x.dtype))), torch.rand(8, 8), policy="half"
+    )
+    assert [f.severity for f in report.findings if f.code == "AMP306"] == [severity]

@@ -159,14 +159,14 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
         # another device's kernel may take it
         elsewhere = op is not None and foreign and has_kernel(op, where.upper())
         return cause, Severity.WARNING if elsewhere else Severity.ERROR
-    lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
-    if not lacks_kernel and base not in having("no_16_bit_kernel"):
-        return None
-    if base == "cdist" and op is not None and _multiplies(op, node):
-        return None
     dtypes = {str(getattr(source.meta.get("val"), "dtype", "")) for source in node.all_input_nodes}
-    if f"torch.{form}" in dtypes:
-        return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
+    if f"torch.{form}" not in dtypes or (base == "cdist" and op is not None and _multiplies(op, node)):
+        return None
+    if base in having("no_16_bit_kernel_on_cuda"):
+        return f"torch has no {form} kernel for {base} on CUDA", Severity.WARNING
+    lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
+    if lacks_kernel or base in having("no_16_bit_kernel"):
+        return f"torch has no {form} kernel for {base}", Severity.ERROR
     return None
 
 
