@@ -31,7 +31,7 @@ from ampaudit.policy import load_policy
 from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.source import Batch
-from ampaudit.trace.loss import LOSS_BATCH, WithLoss, item_apart
+from ampaudit.trace.loss import LOSS_BATCH, WithLoss, with_input_references
 from benchmarks.casts import Casts
 from benchmarks.options import TINY_BERT, TINY_RESNET, parser
 
@@ -92,7 +92,7 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
         rules, rules, FLOAT16, device, recorders=(GradientAudit,), functionalize=True, loss_scale=scale
     )
     runner = Runner(WithLoss(model, loss), plan)
-    batch = Batch((), {**kwargs, LOSS_BATCH: item_apart((), kwargs, kwargs)})
+    batch = Batch((), {**kwargs, LOSS_BATCH: with_input_references((), kwargs, kwargs)})
     runner.prepare(batch, 0)
 
     def plain() -> None:
