@@ -71,12 +71,11 @@ def test_what_raises_in_a_half_model_is_an_error(name: str) -> None:
         copy.deepcopy(model).half()(x.half())
         raises = False
     except RuntimeError as error:
-        raises = "not implemented" not in str(error)
+        raises = "not implemented" not in str(error)  # a missing kernel, which is AMP306
     report = scan(model, x, policy="half")
-    said = [f for f in report.findings if f.severity == "error"]
-    assert bool(said) == raises, said
-    assert all(f.code == "AMP307" for f in said)
-    assert report.exit_code == int(raises)
+    errors = {f.code for f in report.findings if f.severity == "error"}
+    assert errors - {"AMP306"} == ({"AMP307"} if raises else set())
+    assert report.exit_code == int(bool(errors))
 
 
 class Diffusion(nn.Module):

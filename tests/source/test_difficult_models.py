@@ -151,7 +151,7 @@ REFUSED = {
     ),
     # kinds of models and inputs that are refused at once
     "traced": Case(
-        _model(f"torch.jit.trace({_TINY}, torch.ones(2, 8))"), words=("TorchScript", "give the Python model")
+        _model(f"torch.jit.trace({_TINY}, torch.ones(2, 8))"), words=("TorchScript", "pass the Python model")
     ),
     "traced layer": Case(
         _forward(

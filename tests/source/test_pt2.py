@@ -263,7 +263,7 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         lambda t: signature(t)["input_specs"][0]["parameter"].update(parameter_name="forward.weight"),
         "'forward.weight'",
     ),
-    "fewer specs than inputs": (lambda t: signature(t)["input_specs"].pop(), "does not fit"),
+    "fewer specs than inputs": (lambda t: signature(t)["input_specs"].pop(), "does not match"),
     "another nesting": (
         lambda t: call(t).update(in_spec='[1, {"type": null, "context": null, "children_spec": []}]'),
         "structure",
