@@ -122,6 +122,9 @@ class Runner:
         """Run a prepared batch under an observer, and return the outputs."""
         for recorder in self.recorders:
             observer = recorder.following(observer, call.executor.program)
+        return self._run(call, observer)
+
+    def _run(self, call: BatchRun, observer: Observer) -> list[Pair]:
         with guarded(self.config.device, call.batch):
             torch.manual_seed(call.seed)
             return call.executor.run(call.tensors, observer, call.carried)
@@ -182,9 +185,7 @@ class Runner:
         """Run without repairs again where it is open whether inf or NaN makes the next values inaccurate."""
         if faults.doubtful:
             observer = HiddenErrors(faults.doubtful)
-            with guarded(self.config.device, call.batch):
-                torch.manual_seed(call.seed)
-                call.executor.run(call.tensors, observer, call.carried)
+            self._run(call, observer)
             faults.narrow(observer.errors)
 
     def repairing(self, call: BatchRun, masks: Collection[str]) -> RepairingMeter:

@@ -444,7 +444,7 @@ class StepLimitReached(Exception):
 
 
 class ImportsTooLong(Exception):
-    """Raised when imported files take too many steps, so that the script is analyzed without them."""
+    """Raised when a script takes too many steps with its imports, and is analyzed without them."""
 
 
 @dataclass(slots=True)
