@@ -210,10 +210,7 @@ def _promoted(graph: fx.Graph, joined: Any, dtype: torch.dtype) -> Any:
     dtypes = [item.meta["val"].dtype for item in joined]
     if len(set(dtypes)) < 2 or not any(each.is_floating_point for each in dtypes):
         return joined
-    return [
-        item if old == dtype else _insert_call(graph, item, torch.ops.aten._to_copy.default, dtype=dtype)
-        for item, old in zip(joined, dtypes, strict=True)
-    ]
+    return [_cast(graph, item, dtype) for item in joined]
 
 
 def _take_slices(graph: fx.Graph, node: fx.Node, axis: int, parts: Sequence[torch.Tensor]) -> None:
@@ -241,12 +238,16 @@ def _take_statistics(graph: fx.Graph, node: fx.Node) -> None:
         return
     assert isinstance(x, fx.Node)
     axes = [axis for axis in range(x.meta["val"].dim()) if axis != 1]
-    wide = x
-    if x.meta["val"].dtype is not torch.float32:
-        wide = _insert_call(graph, x, torch.ops.aten._to_copy.default, dtype=torch.float32)
+    wide = _cast(graph, x, torch.float32)
     mean = _insert_call(graph, wide, torch.ops.aten.mean.dim, axes)
     variance = _insert_call(graph, wide, torch.ops.aten.var.correction, axes, correction=0)
     node.args = (x, *affine[:2], mean, variance, False, momentum, eps, cudnn)
+
+
+def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype == dtype:
+        return value
+    return _insert_call(graph, value, torch.ops.aten._to_copy.default, dtype=dtype)
 
 
 def _insert_call(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
