@@ -64,7 +64,13 @@ from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import caches_cleared_of_fakes, seeded
 from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
-from ampaudit.trace.path.recorder import PathInputs, PathNumbering, PathRecorder, PathTracing
+from ampaudit.trace.path.recorder import (
+    PathInputs,
+    PathNumbering,
+    PathRecorder,
+    PathTracing,
+    TracingFlag,
+)
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.values import (
@@ -235,6 +241,8 @@ class TraceConfig:
     # whether to trace custom backwards of a model that returns its loss, or to report each as failed;
     # ``None`` if no gradients are requested
     follow_backward: bool | None = None
+    # whether the model's code is not told that it is traced, as it may do something else then
+    hidden: bool = True
     # seed of the random numbers that the model's code draws; ``None`` to continue the generators
     seed: int | None = None
     dynamic: Dimensions | None = None  # axes of each input tensor that may vary; ``None`` to fix all shapes
@@ -302,6 +310,7 @@ def capture(
         config.rules, config.author_rules, low_dtype, facts, planned, edits, defaultdict(numbering)
     )
     custom_code = CustomCode(tracer, current_layer)
+    flag = TracingFlag(lambda file: is_tool_file(file) or is_library(file))
     casts_at_ops = bool(file.rules) and file.weights.storage != "lower"
     try:
         with (
@@ -312,6 +321,7 @@ def capture(
             autocast_visible(file.autocast, low_dtype),
             mixed_recurrent_inputs() if casts_at_ops else contextlib.nullcontext(),
             DispatchHook(caster, path).installed(),
+            flag.installed() if path is None and config.hidden else contextlib.nullcontext(),
             custom_code.watched(),
             lazy_graph_modules(True),
         ):
@@ -321,6 +331,8 @@ def capture(
     except AuditError:
         raise
     except (Exception, SystemExit) as error:
+        if flag.is_hidden_from_model:
+            return capture(model, args, kwargs, replace(config, hidden=False))
         if config.path is PathTracing.FALLBACK:
             return capture(model, args, kwargs, replace(config, path=PathTracing.ON))
         if tracer is not None and tracer.follow and tracer.records:

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from ampaudit import scan
 from ampaudit.core.session import Session
-from tests.support.eager import model_of
+from tests.support.eager import agrees_with_eager, model_of, numbers
 from tests.support.wrap import Wrap
 
 
@@ -115,6 +115,24 @@ def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
     assert report.verdict == "pass"
     ((reference, _),) = kept.values()
     assert torch.equal(reference, model(x))
+
+
+@pytest.mark.parametrize(
+    "asked", [is_compiling, is_exporting, lambda: torch.fx._symbolic_trace.is_fx_tracing()]
+)
+def test_code_that_asks_whether_it_is_traced_is_told_no(asked: Callable[[], bool]) -> None:
+    report = agrees_with_eager(model_of(lambda m, x: m.a(x) * (1 if asked() else 2)), numbers(2, 8))
+    assert report.path is None
+
+
+def test_code_without_a_graph_is_left_out_where_the_model_asks() -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not is_compiling() and not bool(x.isfinite().all()):
+            raise ValueError
+        return m.a(x)
+
+    report = agrees_with_eager(model_of(forward), numbers(2, 8))
+    assert report.path is None
 
 
 def test_an_overflow_that_only_decides_a_size_is_found() -> None:

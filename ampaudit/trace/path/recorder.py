@@ -123,7 +123,9 @@ class PathRecorder:
         constructors.append(Replacement(FakeTensor, "new_tensor", _new_tensor))
         methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
         indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
-        with patched([*reads, *numbers, builtins, *constructors, *indexing]), hidden_trace():
+        patches = patched([*reads, *numbers, builtins, *constructors, *indexing])
+        flag = TracingFlag(is_tool_file)
+        with patches, flag.installed(), looking_up_fake_tensors(_FakeTensorInsideTorch):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -276,11 +278,38 @@ def tensor_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return make
 
 
-class _TrueInsideTorch:
-    """A flag that is true in torch's own code only, whichever function returns it."""
+class TracingFlag:
+    """Tells the code of some files only that the model is being traced, whichever function returns it.
+
+    Attributes:
+        is_hidden_from_model: Whether code has asked that is not told.
+    """
+
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        self._knows = knows
+        self.is_hidden_from_model = False
 
     def __bool__(self) -> bool:
-        return is_tool_file(sys._getframe(1).f_code.co_filename)
+        knows = self._knows(sys._getframe(1).f_code.co_filename)
+        self.is_hidden_from_model |= not knows
+        return knows
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Answer in place of torch's own flags while active."""
+
+        @contextmanager
+        def flags_set() -> Iterator[None]:
+            names = ("_is_compiling_flag", "_is_exporting_flag")
+            with patched(Replacement(compiler, name, self) for name in names):
+                yield
+
+        replacements = (
+            Replacement(export_trace(), "_compiling_state_context", flags_set),
+            Replacement(fx_tracing, "is_fx_tracing", lambda: self),
+        )
+        with patched(replacements):
+            yield
 
 
 class _NoTensor:
@@ -293,25 +322,6 @@ class _FakeTensorInsideTorch(ModuleType):
     @property
     def FakeTensor(self) -> type:  # noqa: N802
         return FakeTensor if is_tool_file(sys._getframe(1).f_code.co_filename) else _NoTensor
-
-
-@contextmanager
-def hidden_trace() -> Iterator[None]:
-    """Hide from the model's code, while active, that it is being traced."""
-    flag = _TrueInsideTorch()
-
-    @contextmanager
-    def flags_set() -> Iterator[None]:
-        names = ("_is_compiling_flag", "_is_exporting_flag")
-        with patched(Replacement(compiler, name, flag) for name in names):
-            yield
-
-    replacements = (
-        Replacement(export_trace(), "_compiling_state_context", flags_set),
-        Replacement(fx_tracing, "is_fx_tracing", lambda: flag),
-    )
-    with patched(replacements), looking_up_fake_tensors(_FakeTensorInsideTorch):
-        yield
 
 
 @contextmanager
