@@ -395,8 +395,7 @@ class Interpreter:
             if value is UNKNOWN:
                 self.state.forget(target.id)
             is_inside = "logits" in target.id and self.point.autocast.enabled is True
-            # from a matrix product, unless unknown code returned it
-            if is_inside and isinstance(value, Tensor) and value.node is not None and not value.dtype:
+            if is_inside and isinstance(value, Tensor) and not value.dtype:  # from a matrix product
                 value = value._replace(dtype=value.computed_under)
                 self.guesses = True
             self.state.bind(self.point.frame, target.id, value)

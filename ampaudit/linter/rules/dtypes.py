@@ -84,7 +84,7 @@ def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
 @rule("AMP846", OpEvaluated, of_dtypes=True)
 def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     first = event.tensors[0] if event.tensors else None
-    if first is None:
+    if first is None or first.node is None:  # unknown code returned it, and may have cast it
         return
     is_bfloat16 = event.name == "numpy" and "bfloat16" in (first.dtype, first.weights_dtype)
     if is_bfloat16 and not any(
