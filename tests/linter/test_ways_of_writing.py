@@ -440,3 +440,23 @@ for loss in losses:
 def test_a_total_in_a_tensor_of_one_number() -> None:
     assert alarms(HALF_TOTAL.format(dtype="float16")) == {"AMP873"}
     assert alarms(HALF_TOTAL.format(dtype="float32")) == set()
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"])
+def test_every_function_of_torch_that_clips_is_known(name: str) -> None:
+    assert hasattr(torch.nn.utils, name)
+    text = f"""
+import torch
+
+def train(model, optimizer, loader, criterion):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        torch.nn.utils.{name}(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+    assert alarms(text) == {"AMP807"}

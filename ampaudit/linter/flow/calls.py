@@ -74,7 +74,7 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 
-_CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
+_CLIPS: Final = frozenset("clip_grad_norm clip_grad_norm_ clip_grad_value_ clip_grads_with_norm_".split())
 _PASS_THROUGH: Final = frozenset(
     {*(f"builtins.{name}" for name in ("list", "tuple", "iter", "reversed")), "tqdm.tqdm", "tqdm.auto.tqdm"}
 )

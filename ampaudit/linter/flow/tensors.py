@@ -219,7 +219,8 @@ def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str)
     if dtype:
         receiver = call.node.func.value if isinstance(call.node.func, ast.Attribute) else call.node
         rounded = call.node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
-        up = call.node if dtype == "float32" else None
+        is_exact = base.dtype == "integer" or isinstance(receiver, ast.Compare)
+        up = call.node if dtype == "float32" and not is_exact else None
         return base._replace(dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=call.node)
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, call.node, [base, *call.positional])

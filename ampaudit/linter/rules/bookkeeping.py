@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, file_number
 from ampaudit.linter.flow.events import (
@@ -50,8 +50,7 @@ def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
-    dtypes = {event.context.dtype for event in of_type(events, AutocastEntered)}
-    for creation in of_type(events, ScalerMade) if dtypes != {"bfloat16"} else ():
+    for creation in of_type(events, ScalerMade) if not _is_bfloat16(events) else ():
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
@@ -71,6 +70,11 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
                     "scale that was found",
                     "create the scaler once, before the loop",
                 )
+
+
+def _is_bfloat16(events: Iterable[Event]) -> bool:
+    """Return whether autocast is always to bfloat16, which needs no scaler."""
+    return {event.context.dtype for event in of_type(events, AutocastEntered)} == {"bfloat16"}
 
 
 def _tests_absence(test: ast.expr) -> bool:
@@ -176,8 +180,10 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
 
 def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script keeps the scaler that it makes, and needs, without leaving it to other code."""
-    if any(code == "AMP818" for code, *_ in flow.diagnostics):  # bfloat16 needs none
+    if any(code == "AMP818" for code, *_ in flow.diagnostics) or _is_bfloat16(followed.events):
         return False
+    if not of_type(followed.events, AutocastEntered) and flow.linked.mentions("bfloat16"):
+        return False  # it may be the dtype of a model's own autocast
     creations = of_type(followed.events, ScalerMade)
     checkpoints = of_type(followed.events, CheckpointSaved, OptimizerRestored)
     in_variables = (e.guards for e in creations if e.value.text.isidentifier())

@@ -6,7 +6,7 @@ import ast
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -93,18 +93,11 @@ def _unfit_numbers(flow: Interpreter) -> list[Mistake]:
             by_flow = by_dtype[diagnostic.dtype].get(position_of(diagnostic.node))
             if position_of(diagnostic.node) in exempt and by_flow is None:
                 continue
-            certainty = (
-                min(likely, _likely(diagnostic, statement, uses.half_lines)) if by_flow is None else by_flow
-            )
+            # without a known dtype, a fill value is likely wrong; most eps are in norms, which stay float32
+            guess = likely if diagnostic.code == "AMP860" else Certainty.UNKNOWN
+            certainty = guess if by_flow is None else by_flow
             diagnostics.append(replace(diagnostic, certainty=certainty))
     return diagnostics
-
-
-def _likely(diagnostic: Mistake, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
-    """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
-    calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-    in_log = statement.lineno in half_lines and any(simple_name(call.func) in _LOGARITHMS for call in calls)
-    return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
 def _is_extreme(value: float) -> bool:

@@ -179,6 +179,7 @@ def _angles(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
         is_angle = event.path in ("torch.sin", "torch.cos")
         is_time = (
             event.path == "torch.nn.Module"
+            and value.dtype != "float16"  # in which the whole numbers of time steps are exact
             and isinstance(value.rounded, ast.Call)
             and any(_names_time(name) for name in names_in(value.rounded.func))
             and flow.linked.uses_name("backward")

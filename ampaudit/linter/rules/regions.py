@@ -170,24 +170,26 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
         items = (item for node in withs for item in node.items)
         block = next((item for item in items if mentions(item.context_expr, "no_grad")), None)
         same_block = event.guards[: start + 1]
-        again = [
+        with_gradients = [
             other
-            for other in calls[index + 1 :]
+            for other in calls
             if other.guards[: start + 1] == same_block
             and not other.grad_modes
             and within[id(other)] == within[id(event)]
             and other.model.key == event.model.key
-            # the name of a model from elsewhere may stand for several
-            and (other.model.node is not None or other.callee == event.callee)
             and not excludes(branch_of(flow, None, event), branch_of(flow, None, other))
         ]
-        if again and block not in reported:
+        # the first of them casts the weights, if it comes before
+        first = with_gradients[0] if with_gradients and calls.index(with_gradients[0]) > index else None
+        # the name of a model from elsewhere may stand for several
+        is_same = first is not None and (event.model.node is not None or first.callee == event.callee)
+        if first is not None and is_same and block not in reported:
             reported.add(block)
             yield Mistake(
                 event.node if block is None else block.context_expr,
                 "autocast keeps the casts of weights that are made here without gradients, and the call at "
-                f"line {line_of(again[0].node)} uses them: in older versions of torch, these get no "
-                "gradients",
+                f"line {line_of(first.node)} uses them: in older versions of torch, these get "
+                "no gradients",
                 "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
             )
