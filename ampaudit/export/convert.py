@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from ampaudit.export.config import ConvertConfig
 from ampaudit.export.dynamic import DynamicShapes, compare_shapes, retrace
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
 from ampaudit.export.manifest import manifest_of, write_manifest, write_table
-from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import (
     ExampleCall,
@@ -43,6 +42,7 @@ from ampaudit.export.program import (
     digest_of_tensors,
     export_program,
     flat_outputs,
+    names_of_inputs,
     record_reference,
     save_program,
 )
@@ -68,6 +68,9 @@ from ampaudit.trace.isolation import isolated
 from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.tune import tuned_rules
+
+if TYPE_CHECKING:
+    from ampaudit.export.onnx.torch_export import ExportedOnnx
 
 # weight files of any format; they are not copied, since they would contradict the converted weights
 _WEIGHT_SUFFIXES = {
@@ -308,6 +311,8 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     onnx = None
     if config.onnx:
+        from ampaudit.export.onnx.torch_export import metadata_of, write_onnx
+
         onnx = write_onnx(
             program,
             stage / ONNX,

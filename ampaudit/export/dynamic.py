@@ -19,9 +19,14 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.fold import fold_casts, folded_weights
-from ampaudit.export.onnx.torch_export import max_difference, names_of_inputs
-from ampaudit.export.onnx.write import run_onnx
-from ampaudit.export.program import GraphModel, digest_of_tensors, flat_outputs, run_program, tensors_only
+from ampaudit.export.program import (
+    GraphModel,
+    digest_of_tensors,
+    flat_outputs,
+    names_of_inputs,
+    run_program,
+    tensors_only,
+)
 from ampaudit.policy import load_policy
 from ampaudit.report.conversion import ProgramShapes
 from ampaudit.source import Batch, ModelSource
@@ -305,6 +310,9 @@ def compare_shapes(
                     f"the program's {name} differs from the model's at {_in_words(sizes)}", hint=_HINT
                 )
         if onnx is not None:
+            from ampaudit.export.onnx.torch_export import max_difference
+            from ampaudit.export.onnx.write import run_onnx
+
             try:
                 onnx_outputs = run_onnx(onnx, flat_outputs(call))
             except Exception as error:

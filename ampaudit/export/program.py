@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -201,6 +201,18 @@ def _set_signature(model: GraphModel, positional: list[str], keywords: list[str]
     parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in keywords]
     vars(forward)["__signature__"] = Signature(parameters)
     vars(model)["forward"] = forward
+
+
+def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+    """Name the inputs like the arguments of the model's forward; ``None`` if one is nested or unnamed."""
+    try:
+        bound = signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    tensors = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+    every = tensor_leaves(args, kwargs)
+    in_order = [bound[name] for name in tensors] if len(tensors) == len(every) else []
+    return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
 
 
 def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,11 @@ def _build(location: str, options: SourceConfig) -> ModelSource:
 
             return from_directory(path, options, location)
     if file.suffix == ".onnx":
-        from ampaudit.source.onnx.source import from_onnx
-
+        try:
+            from ampaudit.source.onnx.source import from_onnx
+        except ImportError as error:
+            what = f"{describe_path(file)}: reading ONNX needs the package {error.name or 'onnx'}"
+            raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
         source = from_onnx(file, options, location)
     elif file.suffix == ".pt2":
         from ampaudit.source.exported import from_exported

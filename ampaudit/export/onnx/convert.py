@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import onnx_ir as ir
 import torch
 
 from ampaudit.checkpoint import MANIFEST, ONNX, PLAN, REPORT
@@ -43,9 +44,6 @@ from ampaudit.source.onnx.files import read_onnx
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.source import inputs_of
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _FLIPPED = "AMP209"
 _INACCURATE = "AMP207"
@@ -264,8 +262,6 @@ def _refuse_options(config: ConvertConfig) -> None:
 
 
 def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _WrittenFile:
-    import onnx_ir as ir
-
     model = plan.file.model
     low, low_io = ir.DataType[config.dtype.upper()], config.io != "float32"
     before = _weights(model)

@@ -10,8 +10,9 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import onnx_ir as ir
 import torch
 
 from ampaudit.core.errors import RunFailed
@@ -37,9 +38,6 @@ from ampaudit.source.onnx.source import GraphInput, batch_of, by_name, inputs_of
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.values import dtype_name
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _MAX_ELEMENTS = 1 << 22  # of each generated input
 _LARGER = 3  # factor for the size of each open axis, except the batch

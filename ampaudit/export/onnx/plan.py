@@ -13,9 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import onnx
+import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import InlinePass, ShapeInferencePass
 from torch import fx
 
 from ampaudit.audit.config import ScanConfig
@@ -47,13 +51,10 @@ from ampaudit.source.onnx.names import NodeNames, bodies_of, is_constant
 from ampaudit.trace.graph import Site
 from ampaudit.tuning.tune import tuned_rules
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 _SOFTMAXES = {"Softmax", "LogSoftmax"}
 _PASSED = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
 _MAX_STEPS = 2000
-_Setter = Callable[["ir.TensorProtocol"], None]
+_Setter = Callable[[ir.TensorProtocol], None]
 _NEWEST_OPSET = 23
 # version in which the semantics of an operator changed, besides its attributes and inputs
 _CHANGED_IN = {
@@ -86,8 +87,6 @@ def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> lis
     number of masks that are added to the same scores. Its magnitude must be large, because in a fully masked
     row the mask absorbs the scores, as the original does.
     """
-    import onnx_ir as ir
-
     masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Setter]] = []
     for value, constant, setter in _constants(model):
         ends = _softmaxes(value)  # first, since reading the constant takes longer
@@ -111,8 +110,6 @@ def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> lis
 
 def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Setter]]:
     """Yield the stored float32 values, each with a function that replaces it."""
-    import onnx_ir as ir
-
     for graph in model.graphs():
         for value in graph.initializers.values():
             if is_float32(value) and value.const_value is not None:
@@ -318,9 +315,6 @@ def _infer_types(model: ir.Model) -> None:
 
     Types that the file states for inner values may be wrong; they are used only where inference fails.
     """
-    import onnx_ir as ir
-    from onnx_ir.passes.common import InlinePass, ShapeInferencePass
-
     if model.functions:
         InlinePass()(model)
     names = NodeNames(model)
@@ -347,8 +341,6 @@ def _infer_types(model: ir.Model) -> None:
 
 def _observe_types(model: OnnxModel, batch: Batch) -> None:
     """Set types that cannot be inferred, such as those of a runtime's operators, from a run."""
-    import onnx_ir as ir
-
     unknown = {value for node in model.file.nodes() for value in node.outputs if value.type is None}
     if not unknown:
         return
@@ -400,8 +392,6 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
     Returns:
         The new version, or ``None`` if it does not change.
     """
-    import onnx
-
     version_before = model.opset_imports.get("")
     if version_before is None:
         return None
@@ -464,9 +454,6 @@ def _default(schema: Any, name: str) -> bytes:
 
 def _move_attributes(node: ir.Node, version_before: int, version: int, names: set[str]) -> None:
     """Move an attribute that became an input to an initializer with a new name."""
-    import numpy as np
-    import onnx_ir as ir
-
     old, new = (schema_of("", node.op_type, number) for number in (version_before, version))
     for name in [name for name in node.attributes if name not in new.attributes]:
         numbers = np.array(node.attributes[name].as_ints(), np.int64)

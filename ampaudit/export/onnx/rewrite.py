@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import networkx as nx
+import onnx_ir as ir
 import torch
 
 from ampaudit.export.onnx.types import (
@@ -26,15 +28,11 @@ from ampaudit.export.onnx.types import (
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.names import bodies_of, is_constant
 
-if TYPE_CHECKING:
-    import networkx as nx
-    import onnx_ir as ir
-
 _FLOAT32, _LOW = "float32", "low"  # source and sink of the network; its other nodes are no strings
 _CAST_COST, _WIDE_COST = 1000, 1  # a cast is as bad as a thousand nodes that move values in float32
 _SMALL = 4096  # size in bytes up to which a value that is needed in both types is stored twice
 _TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
-Use = tuple["ir.Node", int]
+Use = tuple[ir.Node, int]
 
 
 @dataclass(slots=True)
@@ -67,8 +65,6 @@ def choose_types(
         low: Name of the 16-bit format.
         low_io: Whether the graph takes and returns 16-bit values.
     """
-    import networkx as nx
-
     flow, regions = nx.DiGraph(), Regions()
     flow.add_nodes_from((_FLOAT32, _LOW))
     network = _Network(flow, regions, decisions, versions, low)
@@ -241,8 +237,6 @@ class Rewriter:
         if not uses[False] and output is not False:
             self._store(value, node, self._lazily(tensor, self.low, str(value.name)))
         elif tensor.nbytes <= _SMALL and output is None:
-            import onnx_ir as ir
-
             name = self._unique(f"{value.name}_{self.low.name.lower()}")
             copy = ir.Value(name=name, shape=ir.Shape(_shape(tensor)), type=ir.TensorType(self.low))
             copy.const_value = self._lazily(tensor, self.low, name)
@@ -252,8 +246,6 @@ class Rewriter:
             self._cast_computed_value(graph, value, False, border)
 
     def _store(self, value: ir.Value, node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
-        import onnx_ir as ir
-
         self.stored.add(str(value.name))
         value.dtype = self.low
         if node is None:
@@ -265,8 +257,6 @@ class Rewriter:
 
     def _lazily(self, tensor: ir.TensorProtocol, to: ir.DataType, name: str) -> ir.TensorProtocol:
         """Return a tensor that reads and converts another one on demand."""
-        import onnx_ir as ir
-
         dtype = torch_dtype_of(to)
 
         def make() -> ir.TensorProtocol:
@@ -279,8 +269,6 @@ class Rewriter:
         return ir.LazyTensor(make, dtype=to, shape=ir.Shape(_shape(tensor)), name=name)
 
     def _cast(self, graph: ir.Graph, value: ir.Value, *, to_low: bool) -> ir.Value:
-        import onnx_ir as ir
-
         to = self.low if to_low else ir.DataType.FLOAT
         name = self._unique(f"{value.name}_to_{to.name.lower()}")
         output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
@@ -297,8 +285,6 @@ class Rewriter:
 
     def _set_type_attribute(self, node: ir.Node) -> None:
         """Set the attribute that defines the result type of a node, if its operator has one."""
-        import onnx_ir as ir
-
         if node.domain or not self.regions.is_low(node):
             return
         if not any(is_float32(value) for value in node.outputs):
@@ -315,8 +301,6 @@ class Rewriter:
 
     def _detach(self, graph: ir.Graph) -> None:
         """Replace tensors in the original files by tensors that are read when the new file is written."""
-        import onnx_ir as ir
-
         for value in graph.initializers.values():
             stored = value.const_value
             if isinstance(stored, ir.ExternalTensor):

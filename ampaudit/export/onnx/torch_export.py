@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx_ir as ir
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.export import ExportedProgram
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
@@ -25,14 +25,10 @@ from ampaudit.export.program import ReferenceOutputs, compare_output, same_nodes
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.source.onnx.names import NodeNames
 from ampaudit.trace.capture import quiet
-from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.opnames import base_name, converts, named_arguments
 from ampaudit.trace.values import dtype_name, tensors_in
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
@@ -86,18 +82,6 @@ def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str
             )
         largest = max(largest, error)
     return largest
-
-
-def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-    """Name the inputs like the arguments of the model's forward; ``None`` if one is nested or unnamed."""
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return None
-    tensors = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
-    every = tensor_leaves(args, kwargs)
-    in_order = [bound[name] for name in tensors] if len(tensors) == len(every) else []
-    return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
 
 
 def write_onnx(
@@ -290,8 +274,6 @@ def _inline_known_branches(model: ir.Model) -> None:
 
 def _widen_bfloat16(model: ir.Model) -> None:
     """Let operators that ONNX does not define for bfloat16, such as TopK and Einsum, compute in float32."""
-    import onnx_ir as ir
-
     wide, low = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
     def cast(value: ir.Value, to: ir.DataType) -> ir.Node:

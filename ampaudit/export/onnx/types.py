@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
+import torch
 
 from ampaudit.source.onnx.checks import schema_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    import torch
 
 # operators whose results hold elements of their inputs
 MOVING = frozenset(
@@ -26,7 +25,7 @@ TYPELESS = frozenset("Cast IsInf IsNaN NonZero Shape Size".split())
 COMPARING = frozenset("Equal Greater GreaterOrEqual Less LessOrEqual".split())
 
 
-TensorOf = Callable[["ir.TensorProtocol"], "torch.Tensor"]  # reads a stored tensor
+TensorOf = Callable[[ir.TensorProtocol], torch.Tensor]  # reads a stored tensor
 
 
 class SlotType(Enum):
@@ -48,22 +47,16 @@ class NodeTypes:
 
 def is_float32(value: ir.Value | None) -> bool:
     """Return whether a value is a tensor of float32."""
-    import onnx_ir as ir
-
     return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
 
 
 def _is_container(value: ir.Value | None) -> bool:
     """Return whether a value is a sequence or optional, whose elements keep their type."""
-    import onnx_ir as ir
-
     return value is not None and value.type is not None and not isinstance(value.type, ir.TensorType)
 
 
 def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
     """Return the tensor of a Constant node, or its floats as one; ``None`` for other attributes."""
-    import onnx_ir as ir
-
     for name, attribute in node.attributes.items():
         if name == "value":
             tensor: ir.TensorProtocol = attribute.value

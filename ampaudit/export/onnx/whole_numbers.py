@@ -12,17 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, constant_of, is_float32
 from ampaudit.source.onnx.names import bodies_of, is_constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _MAX_ELEMENTS = 1 << 16  # size up to which a constant is read; larger ones are weights
 _ANGLE_ERROR = 0.1  # acceptable error of an angle in radians
@@ -102,8 +99,6 @@ class _Numbers:
 
     def of(self, value: ir.Value) -> _Number:
         """Return the properties of a value, which come from its node, its constant or its type."""
-        import onnx_ir as ir
-
         if value not in self._known:
             node = value.producer()
             default = None if value.is_graph_input() else value.const_value
@@ -118,8 +113,6 @@ class _Numbers:
 
     def _limited(self, value: ir.Value, number: _Number) -> _Number:
         """Bound integers by their type, and by the table in which they are indices."""
-        import onnx_ir as ir
-
         kind = value.dtype
         if kind is None or not (kind.is_integer() or kind == ir.DataType.BOOL):
             return number
@@ -192,8 +185,6 @@ def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
 
 def _largest(kind: ir.DataType) -> float:
     """Return the largest magnitude of a small integer type."""
-    import onnx_ir as ir
-
     if kind == ir.DataType.BOOL:
         return 1.0
     return float(np.iinfo(kind.numpy()).max) + 1 if kind.bitwidth <= 16 else math.inf

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import TopologicalSortPass
 
 from ampaudit.export.onnx.check import open_session
 from ampaudit.source.onnx.files import LARGE, OWN_FILE, write_with_values
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _ONE_FILE = 1 << 30  # bytes of weights up to which they are in the file of the graph
 ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
@@ -21,9 +20,6 @@ ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 def write_model(model: ir.Model, path: Path) -> None:
     """Write a model in topological order; weights of more than 1 GiB go to a second file."""
-    import onnx_ir as ir
-    from onnx_ir.passes.common import TopologicalSortPass
-
     TopologicalSortPass()(model)
     large = {
         name: value.const_value
@@ -38,8 +34,6 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 def _save(model: ir.Model, path: Path, large: Mapping[str, ir.TensorProtocol]) -> None:
     """Write one file without holding more than one large tensor in memory."""
-    import onnx_ir as ir
-
     places = model.graph.initializers
     try:
         for number, (name, tensor) in enumerate(large.items()):
@@ -57,8 +51,6 @@ def _save(model: ir.Model, path: Path, large: Mapping[str, ir.TensorProtocol]) -
 
 def casts_in(model: ir.Model) -> Counter[str]:
     """Count casts between float formats by target format."""
-    import onnx_ir as ir
-
     casts: Counter[str] = Counter()
     for node in model.graph.all_nodes():
         if node.op_type == "Cast" and not node.domain and node.inputs[0] is not None:

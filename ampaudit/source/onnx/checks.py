@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from ampaudit.core.untrusted import describe
-
-if TYPE_CHECKING:
-    import onnx
 
 MAX_NODES = 200_000  # including the nodes of functions for each call
 _MAX_NAME = 10_000  # characters; names of fused nodes are long
@@ -39,8 +38,6 @@ def check_model(proto: onnx.ModelProto) -> None:
     Raises:
         BadGraph: The model is invalid; the message names the node.
     """
-    import onnx
-
     if not proto.graph.output:
         raise BadGraph("has no graph with outputs")
     for role, values in (("input", proto.graph.input), ("output", proto.graph.output)):
@@ -74,8 +71,6 @@ def _plain_domain(name: str) -> str:
 
 def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
     """Reject an input or output of a type that torch lacks."""
-    import onnx
-
     kind = value.type
     while kind.HasField("sequence_type"):
         kind = kind.sequence_type.elem_type
@@ -88,8 +83,6 @@ def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
 
 
 def _versions(proto: Any) -> dict[str, int]:
-    import onnx
-
     versions = {item.domain: item.version for item in proto.opset_import}
     newest = onnx.defs.onnx_opset_version()
     if not 1 <= versions.get("", 1) <= newest:
@@ -186,8 +179,6 @@ def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
 @cache
 def schema_of(domain: str, op_type: str, version: int) -> Any:
     """Return the schema of an operator; ``None`` if there is none."""
-    import onnx
-
     try:
         return onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+import onnx
+import onnx_ir as ir
 import torch
 from typing_extensions import Buffer
 
@@ -24,9 +26,6 @@ from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.onnx.checks import MAX_NODES, BadGraph, check_model, name_standard_domain, node_title
 from ampaudit.source.onnx.names import graphs_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 OWN_FILE = "\x00"  # not a path: the location of a tensor in the model's own file
 LARGE = 4096  # bytes; larger tensors stay in the file
@@ -81,8 +80,6 @@ class OnnxFile:
         Raises:
             SourceError: The data is missing, of the wrong size, or of a type that torch lacks.
         """
-        import onnx_ir as ir
-
         name = describe(getattr(value, "name", "") or place)
         if not isinstance(getattr(value, "dtype", None), ir.DataType):
             raise self._error(f"the constant {name!r} is not a tensor")
@@ -193,12 +190,6 @@ def read_onnx(path: Path) -> OnnxFile:
     Raises:
         SourceError: The file is missing, truncated, or not an ONNX model.
     """
-    try:
-        import onnx
-        import onnx_ir as ir
-    except ImportError as error:
-        what = f"{describe_path(path)}: reading ONNX needs the package {error.name or 'onnx'}"
-        raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
     if not path.exists():
         raise SourceError(f"no such file: {describe_path(path)}", hint="check the path of the .onnx file")
     mapping = map_privately(path, SourceError)

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -40,9 +42,6 @@ from ampaudit.source.onnx.values import (
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _SESSIONS = 64
 _NEWEST_IR = 10
@@ -355,9 +354,6 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
 
 def _model_of(call: NodeCall) -> bytes:
     """Serialize a model that consists of this node."""
-    import onnx
-    import onnx_ir as ir
-
     node = ir.serde.serialize_node(resolve_references(call))
     inputs = []
     for name, value in zip(node.input, call.inputs, strict=True):
@@ -415,9 +411,6 @@ def _fake_results(inputs: Sequence[torch.Tensor], model: str) -> list[torch.Tens
 
 @lru_cache(_SESSIONS)
 def _infer(model: str, shapes: tuple[tuple[int, ...], ...]) -> list[tuple[list[int], torch.dtype]] | None:
-    import onnx
-    import onnx_ir as ir
-
     proto = onnx.ModelProto.FromString(base64.b64decode(model))
     for place, sizes in zip(proto.graph.input, shapes, strict=True):
         dims = place.type.tensor_type.shape.dim

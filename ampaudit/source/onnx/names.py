@@ -7,16 +7,14 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx_ir as ir
 from torch import nn
 
 from ampaudit.core.text import escape_control
 from ampaudit.core.untrusted import describe
 from ampaudit.trace.replay import MODULE_SCOPE
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+import onnx_ir as ir
 import torch
 
 from ampaudit.checkpoint.open import map_checkpoint
@@ -24,9 +25,6 @@ from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, BatchFactory, Mo
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.values import dtype_name
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 ARRAY_FILES = (".safetensors", ".npz")
 _MAX_ELEMENTS = 1 << 25
@@ -102,8 +100,6 @@ class GraphInput:
 
 def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
     """Return the declared inputs of a graph."""
-    import onnx_ir as ir
-
     inputs: list[GraphInput] = []
     for value in values:
         is_tensor = isinstance(value.type, ir.TensorType)
@@ -240,8 +236,6 @@ def read_arrays(path: Path, inputs: Sequence[GraphInput]) -> Batch:
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
-    import numpy as np
-
     try:
         with os.fdopen(open_regular(path, InputError), "rb") as stream:
             with zipfile.ZipFile(stream) as archive:

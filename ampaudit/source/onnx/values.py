@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+import onnx_ir as ir
 import torch
 
 from ampaudit.core.errors import SourceError, first_line
@@ -18,9 +20,6 @@ from ampaudit.source.onnx.checks import schema_of
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.trace.internals import without_modes
 from ampaudit.trace.values import dtype_name
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Operator = Callable[..., Any]
 OPERATORS: dict[tuple[str, str], Operator] = {}
@@ -67,7 +66,7 @@ class Known:
 
 
 Operand = torch.Tensor | Known | list[Any] | None
-RunBody = Callable[["ir.Graph", Sequence[Operand]], list[Operand]]
+RunBody = Callable[[ir.Graph, Sequence[Operand]], list[Operand]]
 
 
 @dataclass(slots=True)
@@ -220,8 +219,6 @@ def has_references(node: ir.Node) -> bool:
 
 def resolve_references(call: NodeCall) -> ir.Node:
     """Copy a node with references to the function's attributes resolved."""
-    import onnx_ir as ir
-
     node = call.node
     attributes = []
     for name, attribute in node.attributes.items():
@@ -238,9 +235,6 @@ def standard_body(call: NodeCall) -> ir.Function | None:
 
     It may depend on the node's attributes and input types.
     """
-    import onnx
-    import onnx_ir as ir
-
     schema = schema_of(call.node.domain, call.node.op_type, call.version)
     proto = onnx.FunctionProto()
     if schema is None:
@@ -272,9 +266,6 @@ def standard_body(call: NodeCall) -> ir.Function | None:
 
 def onnx_type_of(value: Operand) -> Any:
     """Return the ONNX type of a value."""
-    import onnx
-    import onnx_ir as ir
-
     if value is None:
         return onnx.TypeProto()
     if isinstance(value, list):

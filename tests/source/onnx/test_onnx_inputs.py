@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,9 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, mlp())
-    monkeypatch.setitem(__import__("sys").modules, "onnx_ir", None)
+    for name in [name for name in sys.modules if name.startswith("ampaudit.source.onnx.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
     with pytest.raises(AuditError, match="needs the package onnx_ir") as caught:
         _opened(path)
     assert caught.value.hint == "pip install 'ampaudit[onnx]'"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -113,8 +114,6 @@ def where(call: NodeCall, selector: Tensor, a: Operand, b: Operand) -> Tensor:
 @operator("Cast")
 def cast(call: NodeCall, x: Tensor) -> Tensor:
     """Convert to another type."""
-    import onnx_ir as ir
-
     return cast_tensor(call, x, call.torch_dtype(ir.DataType(call.attribute("to"))))
 
 
@@ -304,7 +303,5 @@ def multinomial(call: NodeCall, x: Tensor) -> Tensor:
 
 def dtype_attribute(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype that an attribute names."""
-    import onnx_ir as ir
-
     number: Any = call.attribute(name)
     return default if number is None else call.torch_dtype(ir.DataType(number))
