@@ -12,6 +12,7 @@ import tokenize
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ampaudit.core.errors import UsageError
 
@@ -147,6 +148,11 @@ def parse_size(text: str) -> int:
 def signal_to_noise_db(signal: float, noise: float) -> float | None:
     """Return 10 log10(signal / noise) of two sums of squares; ``None`` if it is not finite."""
     return finite_or_none(ratio_db(signal, noise))
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a Python number; booleans, which are integers in Python, are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def finite_or_none(value: float | None) -> float | None:

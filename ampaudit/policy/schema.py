@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from ampaudit.core.text import is_number
+
 # Synonyms in ATen. In-place variants (add_) are derived from the name.
 _SYNONYMS = [
     line.split()
@@ -266,8 +268,7 @@ def same_value(value: Any, expected: Scalar) -> bool:
 
 def _numbers(value: Any) -> list[float]:
     items = value if isinstance(value, list | tuple) else [value]
-    numbers = [float(v) for v in items if isinstance(v, int | float) and not isinstance(v, bool)]
-    return numbers if len(numbers) == len(items) else []
+    return [float(v) for v in items] if all(map(is_number, items)) else []
 
 
 class Cast(StrEnum):

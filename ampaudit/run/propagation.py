@@ -19,7 +19,7 @@ from torch import fx
 
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import signal_to_noise_db
+from ampaudit.core.text import is_number, signal_to_noise_db
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import as_complex, finite_peak
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
@@ -270,8 +270,7 @@ class FaultPropagation:
         """Return whether a step fills in a number in the outer half of the format's range."""
         exact = step.site.original_args.values() if step.site is not None else ()
         values = (*step.node.args, *exact)
-        numbers = [a for a in values if isinstance(a, float | int) and not isinstance(a, bool)]
-        return any(abs(value) >= self._limit / 2 for value in numbers)
+        return any(abs(value) >= self._limit / 2 for value in filter(is_number, values))
 
     def _is_low(self, node: fx.Node) -> bool:
         """Return whether a value reaches the outer half of the format's range."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.text import is_number
 from ampaudit.source.interface import Batch
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs, named_inputs, restored, with_objects_open
@@ -325,13 +326,13 @@ def _places(batch: Batch) -> tuple[int, int]:
     if not samples:
         raise InputError("no input of the model is a sample", hint="give it floating-point latents")
     times = [i for i, (name, leaf) in enumerate(leaves) if name in _TIMESTEP_NAMES and i != samples[0]]
-    times += [i for i, (_, leaf) in enumerate(leaves) if i != samples[0] and _is_number(leaf)]
+    times += [i for i, (_, leaf) in enumerate(leaves) if i != samples[0] and _is_time(leaf)]
     if not times:
         raise InputError("no input of the model is a timestep", hint="give it one, such as torch.tensor(0)")
     return samples[0], times[0]
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_time(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim <= 1 and leaf.dtype is not torch.bool
-    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+    return is_number(leaf)

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.ops import having
+from ampaudit.core.text import is_number
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.internals import (
     ProxyTorchDispatchMode,
@@ -221,8 +222,7 @@ class ReplaceConstant:
         del history, emit
 
         def change(value: Any) -> Any:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return self.new if is_number and value == self.old else value
+            return self.new if is_number(value) and value == self.old else value
 
         return OpCalled(
             called.op, tuple(map(change, called.args)), {k: change(v) for k, v in called.kwargs.items()}

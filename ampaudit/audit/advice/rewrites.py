@@ -27,7 +27,7 @@ from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.precision import lost_eps
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number
+from ampaudit.core.text import format_number, is_number
 from ampaudit.findings.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TOO_LARGE
@@ -370,7 +370,7 @@ def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
     """Return the factor that an op multiplies a product by, if that is all it does."""
     arguments = flow.arguments(reader)
     by, first = arguments.get("other"), arguments.get("self")
-    if not isinstance(by, int | float) or isinstance(by, bool) or by == 0:
+    if not is_number(by) or by == 0:
         return None
     dtypes = any(isinstance(value, torch.dtype) for value in arguments.values())
     if flow.writes(reader) or arguments.get("rounding_mode") is not None or dtypes:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ampaudit.audit.advice.interface import LineChange, Proposal
 from ampaudit.core.errors import SourceError
+from ampaudit.core.text import is_number
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import Fix
 from ampaudit.linter.source_text import (
@@ -463,7 +464,7 @@ class SourceFile:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             node, sign = node.operand, -1.0
         value = node.value if isinstance(node, ast.Constant) else None
-        return sign * value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return sign * value if is_number(value) else None
 
     def dotted(self, node: ast.expr) -> str:
         """Return the full dotted name of an expression, as imported; empty if there is none."""

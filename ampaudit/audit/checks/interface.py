@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ampaudit.audit.config import ScanConfig
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import plural, ratio_db
+from ampaudit.core.text import is_number, plural, ratio_db
 from ampaudit.findings.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.findings.pages import page_of
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
@@ -168,7 +168,7 @@ class CheckContext:
     def numbers(self, site: Site) -> list[float]:
         """Return the Python numbers that an op takes, in the graph and in the model's code."""
         values = (*self.flow.arguments(site).values(), *site.original_args.values())
-        return [v for v in values if isinstance(v, float | int) and not isinstance(v, bool)]
+        return list(filter(is_number, values))
 
     def low_precision(self, site: Site) -> bool:
         """Return whether a site's output is in the 16-bit format of the run."""

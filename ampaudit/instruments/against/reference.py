@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.core.ops import having
-from ampaudit.core.text import format_number, short_op
+from ampaudit.core.text import format_number, is_number, short_op
 from ampaudit.instruments.against.matching import (
     MIN_CLAMPED,
     ComparedGraph,
@@ -295,7 +295,7 @@ class _Search:
         """Return whether only numbers beyond the format are replaced by other large ones, as in masks."""
         here, there = self._audited.arguments(op), self._reference.arguments(other)
         pairs = [(here[n], there[n]) for n in here.keys() & there.keys() & set(_NUMBERS_ONLY)]
-        numbers = [(float(a), float(b)) for a, b in pairs if _is_number(a) and _is_number(b) and a != b]
+        numbers = [(float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b) and a != b]
         return bool(numbers) and all(a < 0 and self._rounded(a, b) for a, b in numbers)
 
     def _view(self, op: Op, other: Op) -> Site | None:
@@ -359,7 +359,7 @@ class _Search:
         here, there = self._audited.arguments(op), self._reference.arguments(other)
         for name in here.keys() & there.keys():
             first, second = here[name], there[name]
-            numbers = name in _NUMBERS_ONLY and _is_number(first) and _is_number(second)
+            numbers = name in _NUMBERS_ONLY and is_number(first) and is_number(second)
             if numbers and not self._rounded(float(first), float(second)):
                 return f"{name} is {_as_text(float(first))}, and {_as_text(float(second))} in the reference"
         return ""
@@ -397,7 +397,7 @@ def _is_identity(graph: ComparedGraph, op: Op) -> bool:
     """Return whether an op is the identity for any input."""
     neutral = _NEUTRAL.get(op.base)
     other = graph.arguments(op).get("exponent" if op.base == "pow" else "other")
-    return neutral is not None and _is_number(other) and other == neutral
+    return neutral is not None and is_number(other) and other == neutral
 
 
 def _call(graph: ComparedGraph, op: Op) -> str:
@@ -405,10 +405,6 @@ def _call(graph: ComparedGraph, op: Op) -> str:
     name = short_op(op.site.op)
     numbers = [format_number(v) for v in graph.arguments(op).values() if isinstance(v, float)]
     return f"{name.split('.')[0]}({', '.join(numbers[:3])})" if numbers else name
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_text(value: Any) -> str:

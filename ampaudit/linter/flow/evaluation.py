@@ -6,6 +6,7 @@ import ast
 from dataclasses import replace
 from typing import Final
 
+from ampaudit.core.text import is_number
 from ampaudit.linter.flow import events
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.inlining import inline_call
@@ -421,7 +422,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
 def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     value = interpreter.evaluate(node.operand)
     number, is_minus = literal_of(value), isinstance(node.op, ast.USub)
-    if is_minus and isinstance(number, int | float) and not isinstance(number, bool):
+    if is_minus and is_number(number):
         return LiteralValue(-number)
     is_same = isinstance(value, Remainder) or (is_minus and isinstance(value, Tensor))
     return value if is_same else UNKNOWN

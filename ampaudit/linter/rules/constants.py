@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
+from ampaudit.core.text import is_number
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of, position_of
 from ampaudit.linter.flow.events import HalfLayer, ScalerStep, ScalerUnscale, ScriptFollowed, of_type
 from ampaudit.linter.flow.interpreter import Interpreter
@@ -154,7 +155,7 @@ def number_of(node: ast.AST) -> float | None:
     """Return the value of an expression of literal numbers, or of the limits of float32."""
     if isinstance(node, ast.Constant):
         value = node.value
-        return _as_float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return _as_float(value) if is_number(value) else None
     if isinstance(node, ast.Attribute):
         call = node.value
         if node.attr not in ("min", "max") or not isinstance(call, ast.Call) or len(call.args) != 1:
