@@ -32,7 +32,6 @@ from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import (
     NO_AUTOCAST,
     UNKNOWN_AUTOCAST,
-    ImportsTooLong,
     Interpreter,
     ProgramPoint,
     StepLimitReached,
@@ -66,15 +65,6 @@ def analyze(
         linked: Parsed script with the files that it imports, whose diagnostics come last.
         earlier_names: Values of the names that earlier code blocks define.
     """
-    try:
-        return _analyze(linked, earlier_names)
-    except ImportsTooLong:
-        return _analyze(LinkedScript(linked.main), earlier_names)
-
-
-def _analyze(
-    linked: LinkedScript, earlier_names: Mapping[str, Value]
-) -> tuple[list[Mistake], dict[str, Value]]:
     script = linked.main
     interpreter = Interpreter(linked, HANDLERS, earlier_names, RULES)
     events_by_entry: list[list[Event]] = []

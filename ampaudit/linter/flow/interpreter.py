@@ -165,7 +165,7 @@ class Interpreter:
         self.sharded_dtype = ""  # in which FSDP gathers parameters, and so computes
         self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
         self._expressions = 0
-        self.budget = StepBudget(bool(linked.imported))
+        self.budget = StepBudget()
 
     @property
     def state(self) -> State:
@@ -442,26 +442,18 @@ class StepLimitReached(Exception):
     """Raised when an entry point takes too many steps to interpret."""
 
 
-class ImportsTooLong(Exception):
-    """Raised when a script takes too many steps with its imports, and is analyzed without them."""
-
-
 @dataclass(slots=True)
 class StepBudget:
-    """Counts the steps of an interpretation, and ends it at a limit.
+    """Counts the steps of an interpretation, and ends it at a limit."""
 
-    Attributes:
-        follows_imports: Whether the script is analyzed with files that it imports.
-    """
-
-    follows_imports: bool
     _steps: int = 0
     _elsewhere: int = 0
     _work: int = 0
 
     def allows(self, node: ast.AST) -> bool:
         """Return whether a function may be followed; further ones in other files are taken as unknown."""
-        return self._elsewhere <= _MAX_STEPS_ELSEWHERE or not file_number(node)
+        is_possible = self._elsewhere <= _MAX_STEPS_ELSEWHERE and self._steps <= _MAX_STEPS // 2
+        return (is_possible and self._work <= _MAX_WORK // 2) or not file_number(node)
 
     def next_entry_point(self) -> None:
         """Begin another entry point, which may take as many steps."""
@@ -471,7 +463,6 @@ class StepBudget:
         """Take ``STEPS_AT_ONCE`` steps, each of which costs the more the larger the state is.
 
         Raises:
-            ImportsTooLong: A limit is reached while imports are followed.
             StepLimitReached: The entry point takes too many steps.
             ScriptTooLong: The script takes too much work.
         """
@@ -480,8 +471,6 @@ class StepBudget:
         self._work += STEPS_AT_ONCE * (1 + size // _SIZE_PER_STEP)
         if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK:
             return
-        if self.follows_imports:
-            raise ImportsTooLong
         if self._steps > _MAX_STEPS:
             raise StepLimitReached
         raise ScriptTooLong("too long to be analyzed: split it into several files")
