@@ -191,11 +191,14 @@ class StackChoice:
         return used
 
 
-def parameter_use(graphs: Collection[TracedModel], choices: Mapping[str, Collection[int]]) -> ParameterUse:
+def parameter_use(
+    graphs: Collection[TracedModel], choices: Mapping[str, Collection[int]], empty: Collection[SiteId]
+) -> ParameterUse:
     """Return which parameters, and which parts of stacks, are used by any of the graphs.
 
     A tied parameter counts for the first layer that has it, and is used if any of its names is. ``choices``
-    are the numbers of the matrices that tensors chose in a run, by name of the stack.
+    are the numbers of the matrices that tensors chose in a run, by name of the stack; ``empty`` are the
+    sites whose values had no elements in it, and which therefore used nothing.
     """
     used: set[str] = set()
     sizes: dict[str, int] = {}
@@ -203,7 +206,12 @@ def parameter_use(graphs: Collection[TracedModel], choices: Mapping[str, Collect
     counted: set[int] = set()
     for each in graphs:
         nodes = {node.name: node for node in each.graph.nodes}
-        read = {id(tensor) for name, tensor in each.tensors.items() if nodes[name].users}
+        idle = {name for name, site in each.site_of_node.items() if site.id in empty}
+        read = {
+            id(tensor)
+            for name, tensor in each.tensors.items()
+            if any(user.name not in idle for _, user in _readers(nodes[name]))
+        }
         for place in each.placeholders:
             if place.slot is Slot.PARAMETER:
                 layer, tensor = place.name.rpartition(".")[0], each.tensors[place.node]
@@ -263,7 +271,7 @@ def _reads(traced: TracedModel) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield what reads a stack, behind casts and transposes of its matrices."""
+    """Yield what reads a parameter, behind casts and transposes of its matrices."""
     for user in node.users:
         if converts(user.target) or _transposes_matrices(user):
             yield from _readers(user)

@@ -307,6 +307,23 @@ class Tied(nn.Module):
         return made
 
 
+class Routed(nn.Module):
+    """Rows go to the experts that they choose, and the others are called with no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.order, self.threshold = nn.Parameter(torch.arange(3.0)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x > self.threshold).any(1).long() * self.order.argmax()
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            made.index_add_(0, rows, expert(x[rows]))
+        return made
+
+
 class Short(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +359,9 @@ def share(model: nn.Module, *names: str) -> float:
         (Towers, [(X,), (X, X)], ["head"]),
         (Experts, [(X,)], ["experts.2", "experts.3"]),
         (Experts, [(X.abs(),)], ["experts.0", "experts.2", "experts.3"]),
+        (Routed, [(X.abs(),)], ["experts.0", "experts.1"]),
+        (Routed, [(X.abs(),), (-X.abs(),)], ["experts.1"]),
+        (Routed, [(X[:0],)], ["experts"]),
         (Tied, [(X,)], []),
         (Short, [(X,)], ["other"]),
         (Short, [(X,), (X.repeat(30, 1),)], []),

@@ -68,7 +68,8 @@ class CheckContext:
     @cached_property
     def parameters(self) -> ParameterUse:
         """The parameters that the batches used."""
-        return parameter_use(self.flow.traces, self.record.chosen)
+        empty = {place for place, stats in self.record.observations.items() if not stats.elements}
+        return parameter_use(self.flow.traces, self.record.chosen, empty)
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
