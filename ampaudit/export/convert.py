@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from ampaudit.audit.advice.residual_stream import AttributeChange
 from ampaudit.audit.config import ScanConfig
@@ -58,7 +59,7 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.run.program import draws
-from ampaudit.source import ModelSource
+from ampaudit.source import Batch, ModelSource
 from ampaudit.source.model_config import read_raw_config, with_stored_dtype
 from ampaudit.source.streamed import model_names, open_weights
 from ampaudit.trace.converted import ConvertedModel, identity
@@ -122,6 +123,7 @@ def convert(
         from ampaudit.export.onnx.convert import convert_onnx
 
         return convert_onnx(opened, directory, config, session)
+    opened = replace(opened, batches=tuple(map(_without_repeats, opened.batches)))
     shapes = DynamicShapes.parse(config.dynamic, opened.model, opened.batches[0])
     read_files = (*opened.files, *states_of([config.weights] if config.weights is not None else []))
     audited, rescaling = None, None
@@ -146,6 +148,19 @@ def convert(
         conversion = _write(plan, stage, directory, session.on_progress)
         check_unchanged(read_files)
     return audited.report, conversion
+
+
+def _without_repeats(batch: Batch) -> Batch:
+    """Copy tensors that a batch gives twice: a trace takes them for one, but a program has two inputs."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        repeated = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.detach().clone() if repeated else tensor
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, own, (batch.args, batch.kwargs))
+    return replace(batch, args=args, kwargs=kwargs)
 
 
 def _refuse(source: ModelSource, config: ConvertConfig) -> None:

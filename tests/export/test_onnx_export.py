@@ -203,3 +203,31 @@ def test_a_file_that_draws_numbers_is_not_compared(tmp_path: Path) -> None:
     assert conversion is not None
     assert conversion.onnx_casts is not None
     assert conversion.onnx_error is None
+
+
+class Named(nn.Module):
+    """Outputs are called like an input, an op and a weight; one input is called like an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, sample: torch.Tensor, relu: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.inner(sample)
+        return {"sample": made.relu() + relu, "linear": made * 2, "weight": made * self.weight}
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_names_that_occur_twice_are_told_apart(policy: str, tmp_path: Path) -> None:
+    """Oracle: the model itself; an input and an output of one name cannot both keep it."""
+    torch.manual_seed(0)
+    model, (sample, relu) = Named().eval(), torch.randn(2, 2, 8)
+    convert(model, (sample, relu), tmp_path / "out", policy=policy, onnx=True)
+    onnx.checker.check_model(tmp_path / "out" / "model.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    found = session.run(None, {"sample": sample.numpy(), "relu": relu.numpy()})
+    assert [output.name for output in session.get_outputs()][1:] == ["linear", "weight"]
+    with torch.no_grad():
+        expected = model(sample, relu).values()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.02

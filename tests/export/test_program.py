@@ -176,3 +176,23 @@ def test_an_op_that_torch_cannot_save_is_one_line(tmp_path: Path, monkeypatch: p
     assert len(caught.value.args[0]) < 200
     _, conversion = convert(Flex(), x, tmp_path / "out", policy="half", program=False)
     assert conversion is not None
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(query) if query is key else self.inner(query) * key
+        return made
+
+
+def test_a_batch_that_gives_a_tensor_twice_makes_a_program_with_two_inputs(tmp_path: Path) -> None:
+    """Oracle: the model itself, called with two tensors."""
+    x, model = torch.randn(2, 8), Attending().eval()
+    convert(model, (x, x), tmp_path / "out", policy="half")
+    query, key = torch.randn(2, 2, 8)
+    with torch.no_grad():
+        found = torch.export.load(tmp_path / "out" / "model.pt2").module()(query, key)
+        assert (found.float() - model(query, key)).abs().max() < 0.02

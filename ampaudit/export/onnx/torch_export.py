@@ -111,10 +111,13 @@ def write_onnx(
     Raises:
         RunFailed: Torch cannot export it, onnx rejects it, or casts are missing.
     """
+    from onnx_ir.passes.common import NameFixPass
+
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
+        NameFixPass()(exported.model)  # an output may be called like an input or a value
         _name_axes(exported, axis_names)
         _inline_known_branches(exported.model)
         _widen_bfloat16(exported.model)
