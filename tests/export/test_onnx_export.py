@@ -231,3 +231,19 @@ def test_names_that_occur_twice_are_told_apart(policy: str, tmp_path: Path) -> N
         expected = model(sample, relu).values()
     for ours, theirs in zip(found, expected, strict=True):
         assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.02
+
+
+class Squeezing(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x + 1).squeeze(1) * 2, x.squeeze(-1)
+
+
+def test_a_squeeze_of_another_size_than_one_is_exported(tmp_path: Path) -> None:
+    """Oracle: torch, which returns the tensor as it is; ONNX does not allow it."""
+    x = torch.randn(2, 4, 1)
+    convert(Squeezing().eval(), (x,), tmp_path / "out", policy="half", onnx=True)
+    onnx.checker.check_model(tmp_path / "out" / "model.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    for ours, theirs in zip(session.run(None, {"x": x.numpy()}), Squeezing()(x), strict=True):
+        assert ours.shape == theirs.shape
+        assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.01

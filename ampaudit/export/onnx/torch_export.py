@@ -169,7 +169,8 @@ def _expressible(program: ExportedProgram) -> ExportedProgram:
 
     The exporter does not promote tensors of different dtypes in a list, so they are cast here. It writes the
     results of a split as a sequence, and ONNX has no sequences of bfloat16, so slices replace the split. It
-    normalizes batches with the running statistics even in training, so they get those of the batch.
+    normalizes batches with the running statistics even in training, so they get those of the batch. ONNX
+    squeezes only dimensions of size 1; elsewhere torch returns the tensor as it is.
     """
     copied = copy.copy(program)
     graph = copy.deepcopy(program.graph)
@@ -182,6 +183,8 @@ def _expressible(program: ExportedProgram) -> ExportedProgram:
                 node.args = tuple(_promoted(graph, item, value.dtype) for item in node.args)
                 if base_name(op) == "batch_norm":
                     _take_statistics(graph, node)
+                elif base_name(op) == "squeeze" and value.dim() == node.args[0].meta["val"].dim():
+                    node.replace_all_uses_with(node.args[0])
             elif base_name(op) in _SPLITS and value is not None:
                 axis = named_arguments(op, node.args, node.kwargs).get("dim", 0)
                 _take_slices(graph, node, axis, value)
