@@ -77,6 +77,10 @@ def test_tensors_without_elements(shape: tuple[int, ...], tmp_path: Any) -> None
     assert all(r.verdict == "pass" for r in every_way(model, torch.zeros(shape), tmp_path))
 
 
+def test_a_model_whose_parameters_have_no_elements() -> None:
+    assert scan(nn.Embedding(0, 4), torch.zeros(0, dtype=torch.long), policy="half").verdict == "pass"
+
+
 def test_a_parameter_without_elements(tmp_path: Any) -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:

@@ -97,7 +97,7 @@ def modules_not_run(context: CheckContext) -> Gap | None:
     if not modules and not experts:
         return None
     unused = sum(idle.values()) + sum(part.elements for part in parts.values())
-    share = unused / sum(sizes.values())
+    share = unused / max(sum(sizes.values()), 1)
     names = listed([*modules, *experts], 3)
     few = f"{share:.0%}" if share >= 0.005 else "less than 1%"
     site = SiteId(f"{[*modules, *parts][0]}/unused")
