@@ -143,6 +143,8 @@ def _named(error: BaseException, model: nn.Module) -> str:
 def _hint_for_model(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if isinstance(error, NotImplementedError) and 'required "forward"' in text_of(error):
         return "give the module a forward(), or return the module that calls it"
+    if isinstance(error, ModuleNotFoundError):
+        return f"install {error.name!r} in the environment that runs ampaudit"
     if _known(error)[1] is _ONE_DEVICE:
         return _ONE_DEVICE
     inputs = _listed([_in_words(*item) for item in named_inputs(args, kwargs)]) or "none"

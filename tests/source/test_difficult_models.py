@@ -120,6 +120,9 @@ REFUSED = {
     "floats for tokens": Case(_model("nn.Embedding(8, 8)"), words=("fails in FP32", "float32[2, 8]")),
     "lists": Case(_model("nn.Linear(8, 8)"), "[[1.0] * 8]", words=("must be Tensor", "input[0][0]: float")),
     "no forward": Case(_model("nn.ModuleList([nn.Linear(8, 8)])"), words=("give the module a forward()",)),
+    "missing package": Case(
+        _forward("import package_that_is_missing"), words=("at 'import", "install 'package_that_is_missing'")
+    ),
     "recursion": Case(_forward("return self(x)"), words=("RecursionError",)),
     "an error without a text": Case(
         _forward("raise type('Odd', (Exception,), {'__str__': lambda self: self.missing})"),
