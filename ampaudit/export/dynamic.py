@@ -22,10 +22,10 @@ from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import (
     GraphModel,
     digest_of_tensors,
+    exportable_arguments,
     flat_outputs,
     names_of_inputs,
     run_program,
-    tensors_only,
 )
 from ampaudit.policy import load_policy
 from ampaudit.report.conversion import ProgramShapes
@@ -297,7 +297,7 @@ def compare_shapes(
         if isinstance(expected, str):
             return  # this CPU cannot run it; a note about the program's outputs says so
         names = converted.traced.outputs
-        call = batch.args, tensors_only(batch.kwargs)
+        call = batch.args, exportable_arguments(batch.kwargs)
         try:
             outputs = run_program(program.module(), call, config.seed)
         except AssertionError as error:  # a guard of the program

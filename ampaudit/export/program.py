@@ -34,6 +34,7 @@ from ampaudit.trace.stack import model_frames
 from ampaudit.trace.values import components, dtype_name
 
 ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
+_CONSTANTS = (int, float, str, type(None))
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
@@ -150,7 +151,7 @@ def export_program(
     model.train(train)
     try:
         with torch.no_grad() if not train else torch.enable_grad():
-            program = _exported(model, args, tensors_only(kwargs), dimensions)
+            program = _exported(model, args, exportable_arguments(kwargs), dimensions)
     except AuditError:
         raise
     except Exception as error:
@@ -215,13 +216,15 @@ def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
 
 
-def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments that contain a tensor; the values of others are fixed in the graph."""
-    return {
-        name: value
-        for name, value in kwargs.items()
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-    }
+def exportable_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Select the keyword arguments that a program takes: tensors, and constants, which it compares.
+
+    Other objects are left out: their values are fixed in the graph.
+    """
+    leaves = {name: pytree.tree_leaves(value) for name, value in kwargs.items()}
+    has_tensor = {name for name, values in leaves.items() if any(isinstance(v, torch.Tensor) for v in values)}
+    is_constant = {name for name, values in leaves.items() if all(isinstance(v, _CONSTANTS) for v in values)}
+    return {name: value for name, value in kwargs.items() if name in has_tensor | is_constant}
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -303,3 +304,25 @@ def test_the_other_sizes_are_a_larger_one_and_half_of_it() -> None:
     others, minimum = shapes.other_sizes(given, {"rows": (1, None), "length": (4, 8)})
     assert others == [{"rows": 9, "length": 7}, {"rows": 2, "length": 5}]
     assert minimum == {"rows": 1, "length": 4}
+
+
+@pytest.mark.parametrize("dynamic", [(), ("x=rows,_",)])
+def test_a_program_is_called_with_the_keywords_of_the_model(tmp_path: Path, dynamic: tuple[str, ...]) -> None:
+    class Video(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(
+            self, x: torch.Tensor, *, frames: int, mode: str, mask: None, owner: object
+        ) -> torch.Tensor:
+            return self.layer(x) * frames if mode == "a" and mask is None and owner else x
+
+    model, x = Video().eval(), torch.randn(3, 4)
+    keywords = {"x": x, "frames": 3, "mode": "a", "mask": None}
+    ampaudit.convert(model, keywords | {"owner": object()}, tmp_path / "out", policy="half", dynamic=dynamic)
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    half = copy.deepcopy(model).half()
+    assert torch.equal(program(**keywords), half(**keywords | {"x": x.half(), "owner": model}))
+    with pytest.raises(Exception, match="frames"):  # another constant than the program was made with
+        program(**keywords | {"frames": 2})
