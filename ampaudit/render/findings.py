@@ -292,7 +292,7 @@ def _body(alert: Alert) -> Iterator[Block]:
         rows.append((line("then", style="dim"), (line(alert.poisons),)))
     rows += ((line("tried", style="dim"), (line(attempt),)) for attempt in alert.failed)
     if alert.advice:
-        untried = " (not tried; --advise tries)" if alert.can_try else ""
+        untried = " (--advise tests it)" if alert.can_try else ""
         rows.append((line("next", style="dim"), (line(alert.advice, (untried, "dim")),)))
     yield Labelled(tuple(rows))
 
