@@ -118,7 +118,16 @@ def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [is_compiling, is_exporting, lambda: torch.fx._symbolic_trace.is_fx_tracing()]
+    "asked",
+    [
+        is_compiling,
+        is_exporting,
+        lambda: torch.fx._symbolic_trace.is_fx_tracing(),
+        lambda: int(is_compiling()),
+        lambda: is_exporting() == True,  # noqa: E712
+        lambda: {True: 1, False: 0}[is_compiling()],
+        lambda: f"{is_compiling()}" == "True",
+    ],
 )
 def test_code_that_asks_whether_it_is_traced_is_told_no(asked: Callable[[], bool]) -> None:
     report = agrees_with_eager(model_of(lambda m, x: m.a(x) * (1 if asked() else 2)), numbers(2, 8))

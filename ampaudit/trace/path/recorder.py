@@ -289,10 +289,27 @@ class TracingFlag:
         self._knows = knows
         self.is_hidden_from_model = False
 
-    def __bool__(self) -> bool:
-        knows = self._knows(sys._getframe(1).f_code.co_filename)
+    def _answer(self) -> bool:
+        knows = self._knows(sys._getframe(2).f_code.co_filename)
         self.is_hidden_from_model |= not knows
         return knows
+
+    def __bool__(self) -> bool:
+        return self._answer()
+
+    def __eq__(self, other: object) -> bool:
+        return self._answer() == other
+
+    def __hash__(self) -> int:
+        return hash(self._answer())
+
+    def __int__(self) -> int:
+        return int(self._answer())
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        return repr(self._answer())
 
     @contextmanager
     def installed(self) -> Iterator[None]:
