@@ -331,7 +331,7 @@ def capture(
     except AuditError:
         raise
     except (Exception, SystemExit) as error:
-        if flag.is_hidden_from_model:
+        if flag.is_hidden_from_model or TracingFlag.__name__ in str(error):  # code that takes only a bool
             return capture(model, args, kwargs, replace(config, hidden=False))
         if config.path is PathTracing.FALLBACK:
             return capture(model, args, kwargs, replace(config, path=PathTracing.ON))

@@ -127,6 +127,8 @@ def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
         lambda: is_exporting() == True,  # noqa: E712
         lambda: {True: 1, False: 0}[is_compiling()],
         lambda: f"{is_compiling()}" == "True",
+        lambda: False | is_compiling(),
+        lambda: is_compiling() & True,
     ],
 )
 def test_code_that_asks_whether_it_is_traced_is_told_no(asked: Callable[[], bool]) -> None:

@@ -308,6 +308,14 @@ class TracingFlag:
 
     __index__ = __int__
 
+    def __or__(self, other: Any) -> Any:
+        return self._answer() | other
+
+    def __and__(self, other: Any) -> Any:
+        return self._answer() & other
+
+    __ror__, __rand__ = __or__, __and__
+
     def __repr__(self) -> str:
         return repr(self._answer())
 
