@@ -112,7 +112,8 @@ def as_kwargs(inputs: dict[str, Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...]
 def test_it_is_audited_and_healthy(name: str, policy: str, train: bool) -> None:
     build, inputs = CASES[name]
     report = scan(build().train(train), inputs(), policy=policy)
-    assert report.findings == (), report.findings
+    unused = ["AMP903"] if name == "empty tensor" else []  # no value has met the weights
+    assert [finding.code for finding in report.findings] == unused, report.findings
     assert report.coverage.audited == report.coverage.sites
     for output in report.outputs:
         assert output.sqnr_db is None or output.sqnr_db > 40
