@@ -34,7 +34,7 @@ from ampaudit.trace.stack import model_frames
 from ampaudit.trace.values import components, dtype_name
 
 ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
-_CONSTANTS = (int, float, str, type(None))
+_CONSTANTS = {bool, int, float, str, type(None)}
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
@@ -223,7 +223,8 @@ def exportable_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     leaves = {name: pytree.tree_leaves(value) for name, value in kwargs.items()}
     has_tensor = {name for name, values in leaves.items() if any(isinstance(v, torch.Tensor) for v in values)}
-    is_constant = {name for name, values in leaves.items() if all(isinstance(v, _CONSTANTS) for v in values)}
+    # a subclass, such as an enum, or an empty container may be of a kind that torch cannot save
+    is_constant = {n for n, values in leaves.items() if values and set(map(type, values)) <= _CONSTANTS}
     return {name: value for name, value in kwargs.items() if name in has_tensor | is_constant}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -320,7 +321,8 @@ def test_a_program_is_called_with_the_keywords_of_the_model(tmp_path: Path, dyna
 
     model, x = Video().eval(), torch.randn(3, 4)
     keywords = {"x": x, "frames": 3, "mode": "a", "mask": None}
-    ampaudit.convert(model, keywords | {"owner": object()}, tmp_path / "out", policy="half", dynamic=dynamic)
+    owner = StrEnum("Owner", ["user"])("user")  # torch saves no enum
+    ampaudit.convert(model, keywords | {"owner": owner}, tmp_path / "out", policy="half", dynamic=dynamic)
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
     half = copy.deepcopy(model).half()
     assert torch.equal(program(**keywords), half(**keywords | {"x": x.half(), "owner": model}))

@@ -234,8 +234,9 @@ def test_names_that_occur_twice_are_told_apart(policy: str, tmp_path: Path) -> N
 
 
 class Squeezing(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (x + 1).squeeze(1) * 2, x.squeeze(-1)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x + 1
+        return y.squeeze(1) * 2, x.squeeze(-1), y.squeeze(1), y.squeeze(0)
 
 
 def test_a_squeeze_of_another_size_than_one_is_exported(tmp_path: Path) -> None:
@@ -244,6 +245,7 @@ def test_a_squeeze_of_another_size_than_one_is_exported(tmp_path: Path) -> None:
     convert(Squeezing().eval(), (x,), tmp_path / "out", policy="half", onnx=True)
     onnx.checker.check_model(tmp_path / "out" / "model.onnx", full_check=True)
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    assert len({output.name for output in session.get_outputs()}) == 4
     for ours, theirs in zip(session.run(None, {"x": x.numpy()}), Squeezing()(x), strict=True):
         assert ours.shape == theirs.shape
         assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.01

@@ -184,7 +184,8 @@ def _expressible(program: ExportedProgram) -> ExportedProgram:
                 if base_name(op) == "batch_norm":
                     _take_statistics(graph, node)
                 elif base_name(op) == "squeeze" and value.dim() == node.args[0].meta["val"].dim():
-                    node.replace_all_uses_with(node.args[0])
+                    # a name of its own for each output
+                    node.target, node.args, node.kwargs = torch.ops.aten.alias.default, node.args[:1], {}
             elif base_name(op) in _SPLITS and value is not None:
                 axis = named_arguments(op, node.args, node.kwargs).get("dim", 0)
                 _take_slices(graph, node, axis, value)

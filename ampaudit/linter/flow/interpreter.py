@@ -452,8 +452,7 @@ class StepBudget:
 
     def allows(self, node: ast.AST) -> bool:
         """Return whether a function may be followed; further ones in other files are taken as unknown."""
-        is_possible = self._elsewhere <= _MAX_STEPS_ELSEWHERE and self._steps <= _MAX_STEPS // 2
-        return (is_possible and self._work <= _MAX_WORK // 2) or not file_number(node)
+        return self._elsewhere <= _MAX_STEPS_ELSEWHERE or not file_number(node)
 
     def next_entry_point(self) -> None:
         """Begin another entry point, which may take as many steps."""
@@ -466,8 +465,10 @@ class StepBudget:
             StepLimitReached: The entry point takes too many steps.
             ScriptTooLong: The script takes too much work.
         """
+        if is_elsewhere:
+            self._elsewhere += STEPS_AT_ONCE
+            return
         self._steps += STEPS_AT_ONCE
-        self._elsewhere += STEPS_AT_ONCE * is_elsewhere
         self._work += STEPS_AT_ONCE * (1 + size // _SIZE_PER_STEP)
         if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK:
             return
