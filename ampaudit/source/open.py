@@ -124,7 +124,7 @@ def _build(location: str, options: SourceConfig) -> ModelSource:
     if file.suffix == ".onnx":
         try:
             from ampaudit.source.onnx.source import from_onnx
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             what = f"{describe_path(file)}: reading ONNX needs the package {error.name or 'onnx'}"
             raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
         source = from_onnx(file, options, location)
