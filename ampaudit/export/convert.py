@@ -152,14 +152,14 @@ def convert(
 
 def _without_repeats(batch: Batch) -> Batch:
     """Copy tensors that a batch gives twice: a trace takes them for one, but a program has two inputs."""
-    seen: set[int] = set()
+    ids: set[int] = set()
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        repeated = id(tensor) in seen
-        seen.add(id(tensor))
-        return tensor.detach().clone() if repeated else tensor
+    def copy_repeated(tensor: torch.Tensor) -> torch.Tensor:
+        is_repeated = id(tensor) in ids
+        ids.add(id(tensor))
+        return tensor.detach().clone() if is_repeated else tensor
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, own, (batch.args, batch.kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, copy_repeated, (batch.args, batch.kwargs))
     return replace(batch, args=args, kwargs=kwargs)
 
 

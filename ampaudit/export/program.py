@@ -221,11 +221,14 @@ def exportable_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
     Other objects are left out: their values are fixed in the graph.
     """
-    leaves = {name: pytree.tree_leaves(value) for name, value in kwargs.items()}
-    has_tensor = {name for name, values in leaves.items() if any(isinstance(v, torch.Tensor) for v in values)}
+    return {name: value for name, value in kwargs.items() if _is_exportable(pytree.tree_leaves(value))}
+
+
+def _is_exportable(leaves: list[Any]) -> bool:
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return True
     # a subclass, such as an enum, or an empty container may be of a kind that torch cannot save
-    is_constant = {n for n, values in leaves.items() if values and set(map(type, values)) <= _CONSTANTS}
-    return {name: value for name, value in kwargs.items() if name in has_tensor | is_constant}
+    return bool(leaves) and set(map(type, leaves)) <= _CONSTANTS
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

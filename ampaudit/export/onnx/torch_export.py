@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import NameFixPass
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -111,8 +112,6 @@ def write_onnx(
     Raises:
         RunFailed: Torch cannot export it, onnx rejects it, or casts are missing.
     """
-    from onnx_ir.passes.common import NameFixPass
-
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
         metadata.mark_nodes(program)

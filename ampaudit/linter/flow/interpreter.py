@@ -462,11 +462,13 @@ class StepBudget:
         """Take ``STEPS_AT_ONCE`` steps, each of which costs the more the larger the state is.
 
         Raises:
-            StepLimitReached: The entry point takes too many steps.
+            StepLimitReached: The entry point, or the code of imported files, takes too many steps.
             ScriptTooLong: The script takes too much work.
         """
         if is_elsewhere:
             self._elsewhere += STEPS_AT_ONCE
+            if self._elsewhere > _MAX_STEPS:  # definitions of a module, or a function without calls
+                raise StepLimitReached
             return
         self._steps += STEPS_AT_ONCE
         self._work += STEPS_AT_ONCE * (1 + size // _SIZE_PER_STEP)

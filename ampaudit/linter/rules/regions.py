@@ -170,7 +170,7 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
         items = (item for node in withs for item in node.items)
         block = next((item for item in items if mentions(item.context_expr, "no_grad")), None)
         same_block = event.guards[: start + 1]
-        with_gradients = [
+        same_weights = (
             other
             for other in calls
             if other.guards[: start + 1] == same_block
@@ -178,18 +178,18 @@ def _cached_without_gradients(flow: Interpreter, followed: EntryPointFollowed) -
             and within[id(other)] == within[id(event)]
             and other.model.key == event.model.key
             and not excludes(branch_of(flow, None, event), branch_of(flow, None, other))
-        ]
-        # the first of them casts the weights, if it comes before
-        first = with_gradients[0] if with_gradients and calls.index(with_gradients[0]) > index else None
+        )
+        first = next(same_weights, None)
+        if first is None or calls.index(first) < index:
+            continue  # a call before it has cast the weights with gradients
         # the name of a model from elsewhere may stand for several
-        is_same = first is not None and (event.model.node is not None or first.callee == event.callee)
-        if first is not None and is_same and block not in reported:
+        is_same = event.model.node is not None or first.callee == event.callee
+        if is_same and block not in reported:
             reported.add(block)
             yield Mistake(
                 event.node if block is None else block.context_expr,
                 "autocast keeps the casts of weights that are made here without gradients, and the call at "
-                f"line {line_of(first.node)} uses them: in older versions of torch, these get "
-                "no gradients",
+                f"line {line_of(first.node)} uses them: in older versions of torch, these get no gradients",
                 "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
             )
