@@ -185,8 +185,11 @@ RESUMED = f"{MODEL}; optimizer.load_state_dict(torch.load('last.pt'))"
         (MODEL, "pass", ["AMP814"]),
         (RESUMED, "pass", ["AMP814"]),  # and not AMP820: no scaler outlives its epoch
         ("pass", MODEL, []),
+        ("model, optimizer = make()", "pass", ["AMP814"]),
+        ("pass", "model, optimizer = make()", []),
+        ("model = make()", "optimizer = model.optimizer()", []),
     ],
-    ids=["kept", "resumed", "anew"],
+    ids=["kept", "resumed", "anew", "unseen", "unseen anew", "its optimizer anew"],
 )
 def test_a_scaler_that_is_made_in_each_epoch_is_found_across_calls(
     before: str, again: str, wanted: list[str]
@@ -199,6 +202,52 @@ def test_an_optimizer_that_is_made_after_a_loop_does_not_outlive_its_scalers() -
     text = EPOCHS.replace("INSIDE", 'scaler = torch.amp.GradScaler("cuda")')
     text = text.replace("BEFORE", "pass").replace("AGAIN", "model, optimizer = make()")
     assert codes(f"{text}    {MODEL}\n    one_epoch(model, loader, optimizer)\n") == []
+
+
+TRAINER = """import torch
+from factory import folds, make, make_optimizer
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = make_optimizer(model)
+
+    def epoch(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.model(x).mean()
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def renew(self):
+        pass
+
+
+def main(loader):
+    trainer = Trainer(make())
+    for fold in folds:
+        trainer.epoch(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("", "", ["AMP814"]),
+        ("        trainer.epoch(", "        trainer = Trainer(make())\n        trainer.epoch(", []),
+        ("        trainer.epoch(", "        Trainer(make()).epoch(", []),
+        ("    def renew(self):\n        pass", "    def renew(self):\n        self.optimizer = make()", []),
+    ],
+    ids=["kept", "trainer anew", "unnamed", "renewed"],
+)
+def test_the_optimizer_of_an_object_lives_as_long_as_the_object(
+    old: str, new: str, wanted: list[str]
+) -> None:
+    assert codes(TRAINER.replace(old, new) if old else TRAINER) == wanted
 
 
 @pytest.mark.parametrize(

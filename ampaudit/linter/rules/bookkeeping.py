@@ -29,7 +29,15 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import conditions_around
-from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
+from ampaudit.linter.flow.syntax import (
+    calls,
+    dotted_name,
+    last_component,
+    mentions,
+    receiver_name,
+    simple_name,
+    walk,
+)
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
 
@@ -60,8 +68,10 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
             steps = [e for e in of_type(inside, ScalerStep) if e.scaler == creation.scaler]
             used_outside = call is None or any(call not in e.guards for e in steps)
             is_made_before = any(e.optimizer and not e.optimizer.startswith("name ") for e in steps)
+            is_known = used_outside or is_made_before
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
-            lives_on = trains and not of_type(inside, OptimizerMade) and (used_outside or is_made_before)
+            lives_on = is_known or any(_comes_from_outside(flow, e, guard.node) for e in steps)
+            lives_on &= trains and not of_type(inside, OptimizerMade)
             # one that is made where it is first used is made once
             if lives_on and not any(map(_tests_absence, conditions_around(flow.linked, creation.node))):
                 yield Mistake(
@@ -69,7 +79,25 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
                     "each pass of the loop creates a new scaler, which starts at 65,536 again instead of the "
                     "scale that was found",
                     "create the scaler once, before the loop",
+                    certainty=Certainty.KNOWN if is_known else Certainty.LIKELY,
                 )
+
+
+def _comes_from_outside(flow: Interpreter, step: ScalerStep, loop: ast.AST) -> bool:
+    """Return whether neither a loop nor what it calls binds the name of the optimizer of a step."""
+    name, inside = step.optimizer.removeprefix("name "), walk(loop)
+    called = [g.node for g in step.guards if isinstance(g.node, ast.Call) and g.node in inside]
+    entered = {simple_name(node.func) for node in inside if isinstance(node, ast.Call)}
+    assigned = [item for script in flow.linked.scripts for item in script.assigned.get(name, ())]
+    makers = {getattr(item.function, "name", "") for item in assigned}
+    if name.startswith("self."):
+        owners = {receiver_name(call).split(".")[0] for call in called}
+        is_passed = makers == {"__init__"} and "" not in owners
+    else:
+        owners = {name, name.split(".")[0]}
+        is_passed = any(dotted_name(node) == name for node in inside) and not makers & entered
+    bound = {dotted_name(node) for node in inside if isinstance(getattr(node, "ctx", None), ast.Store)}
+    return is_passed and not owners & bound
 
 
 def _is_bfloat16(events: Iterable[Event]) -> bool:
