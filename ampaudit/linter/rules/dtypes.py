@@ -200,11 +200,16 @@ def _names_time(name: str) -> bool:
 
 @rule("AMP873", OpEvaluated, of_dtypes=True)
 def _sum(_: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    is_half = bool(event.tensors) and event.tensors[0].cast == "float16"
-    if event.path == "torch.sum" and is_half and event.autocast.enabled is False:
+    values, node = event.tensors[0] if event.tensors else Tensor(), event.node
+    if event.path != "torch.sum" or values.cast != "float16" or event.autocast.enabled is not False:
+        return
+    arguments = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+    has_one_dim = any(isinstance(argument, ast.Constant | ast.UnaryOp) for argument in arguments)
+    # along one dimension, of as many probabilities as there are classes
+    if not (has_one_dim and values.sigmoid is not None and values.sigmoid is values.node):
         yield Mistake(
-            event.node,
-            "these values are float16 under autocast, and so is their sum outside: above 65504 it is inf",
+            node,
+            "these values are float16, and so is their sum outside of autocast: above 65504 it is inf",
             "compute it inside the autocast block, or from values.float()",
             certainty=Certainty.LIKELY,
         )
