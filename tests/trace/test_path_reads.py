@@ -129,6 +129,9 @@ def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
         lambda: f"{is_compiling()}" == "True",
         lambda: False | is_compiling(),
         lambda: is_compiling() & True,
+        lambda: is_exporting() ^ False,
+        lambda: is_compiling() + is_exporting() > 0,
+        lambda: max(is_compiling(), False),
     ],
 )
 def test_code_that_asks_whether_it_is_traced_is_told_no(asked: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import reduce
-from types import ModuleType
+from types import ModuleType, WrapperDescriptorType
 from typing import Any
 
 import numpy as np
@@ -294,31 +294,6 @@ class TracingFlag:
         self.is_hidden_from_model |= not knows
         return knows
 
-    def __bool__(self) -> bool:
-        return self._answer()
-
-    def __eq__(self, other: object) -> bool:
-        return self._answer() == other
-
-    def __hash__(self) -> int:
-        return hash(self._answer())
-
-    def __int__(self) -> int:
-        return int(self._answer())
-
-    __index__ = __int__
-
-    def __or__(self, other: Any) -> Any:
-        return self._answer() | other
-
-    def __and__(self, other: Any) -> Any:
-        return self._answer() & other
-
-    __ror__, __rand__ = __or__, __and__
-
-    def __repr__(self) -> str:
-        return repr(self._answer())
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Answer in place of torch's own flags while active."""
@@ -335,6 +310,20 @@ class TracingFlag:
         )
         with patched(replacements):
             yield
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(flag: TracingFlag, *others: Any) -> Any:
+        answer = flag._answer()
+        return getattr(answer, name)(*(answer if other is flag else other for other in others))
+
+    return call
+
+
+# every operator of a boolean, which is an integer in Python
+for _name, _value in vars(int).items():
+    if isinstance(_value, WrapperDescriptorType) and _name != "__getattribute__":
+        setattr(TracingFlag, _name, _operator(_name))
 
 
 class _NoTensor:
