@@ -174,7 +174,7 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
     for node in graph.graph.nodes:  # whose devices are those of the model
         node.target, node.args, node.kwargs = call_on(node, setup.device)
     values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
-    model = GraphModel(graph, values, traced.outputs, train=False).eval()
+    model = GraphModel(graph, values, traced.paths, train=False).eval()
     return ModeRunner(f"{how}, casts folded into the weights", model)
 
 

@@ -307,11 +307,11 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
     source, config, shapes, batch = plan.source, plan.config, plan.shapes, plan.source.batches[0]
     if not config.program:
         return _ProgramFiles()
-    names = plan.converted.traced.outputs
+    paths = plan.converted.traced.paths
     program = export_program(
         plan.graph,
         weights,
-        names,
+        paths,
         batch.args,
         batch.kwargs,
         train=config.mode == "train",
@@ -322,7 +322,8 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
         note = "its weights were streamed, so the program was written and not run"
         return _ProgramFiles(shapes=shapes.describe(program, ()), notes=(note,))
     call: ExampleCall = program.example_inputs or ((), {})
-    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, config.seed)
+    model_call = batch.args, batch.kwargs
+    reference = record_reference(program, source.model, model_call, call, list(paths), config.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     onnx = None
     if config.onnx:
@@ -333,7 +334,7 @@ def _write_program(plan: _Plan, weights: Mapping[str, torch.Tensor], stage: Path
             stage / ONNX,
             flat_outputs(call),
             input_names=names_of_inputs(source.model, batch.args, batch.kwargs),
-            output_names=names,
+            output_names=list(paths),
             metadata=metadata_of(plan.audited.report, plan.converted.traced, plan.graph, program),
             axis_names=shapes.axis_names,
         )

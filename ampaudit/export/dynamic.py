@@ -296,7 +296,7 @@ def compare_shapes(
             ) from error
         if isinstance(expected, str):
             return  # this CPU cannot run it; a note about the program's outputs says so
-        names = converted.traced.outputs
+        names = converted.traced.paths
         call = batch.args, exportable_arguments(batch.kwargs)
         try:
             outputs = run_program(program.module(), call, config.seed)
@@ -340,8 +340,8 @@ def _expected(
 ) -> list[torch.Tensor] | str:
     """Run a graph that was traced for the shapes of a batch."""
     folded = fold_casts(converted, config.mode)
-    weights, names = folded_weights(converted, folded, {}), converted.traced.outputs
-    model = GraphModel(folded, weights, names, train=config.mode == "train")
+    weights = folded_weights(converted, folded, {})
+    model = GraphModel(folded, weights, converted.traced.paths, train=config.mode == "train")
     model.train(source.model.training)
     return run_program(model, (batch.args, batch.kwargs), config.seed)
 

@@ -84,7 +84,7 @@ class GraphModel(nn.Module):
         self,
         folded: FoldedGraph,
         values: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
+        outputs: Mapping[str, int],
         *,
         train: bool,
     ) -> None:
@@ -111,7 +111,8 @@ class GraphModel(nn.Module):
             else attrgetter(paths[place.node])(self)
             for place in places
         ]
-        return as_structure(outputs, tuple(code(*values)))
+        results = code(*values)
+        return as_structure(tuple(outputs), tuple(results[number] for number in outputs.values()))
 
 
 def _cast_input(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
@@ -133,7 +134,7 @@ def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 def export_program(
     folded: FoldedGraph,
     values: Mapping[str, torch.Tensor],
-    outputs: tuple[str, ...],
+    outputs: Mapping[str, int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -267,7 +268,7 @@ def record_reference(
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
     # including caches, which the program does not return
-    every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed)))
+    every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed), once=False))
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     try:

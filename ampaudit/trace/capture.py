@@ -351,6 +351,7 @@ def capture(
         sites=sites,
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
+        paths=entry.outputs.paths,
         signature=input_signature(args, kwargs),
         changes=changes,
         random_constants=entry.outputs.random_constants,

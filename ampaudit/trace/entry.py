@@ -39,6 +39,7 @@ class OutputNames:
     """The results of one call of the model; an object, because torch.export undoes attribute assignments."""
 
     names: tuple[str, ...] = ()  # path of each output tensor
+    paths: Mapping[str, int] = {}  # every path in the output, with the number of its tensor
     structure: OutputStructure | None = None  # structure of the output; ``None`` if it cannot be rebuilt
     changes: tuple[StateChange, ...] = ()  # changes of the model's Python state
     random_constants: bool = False  # whether random numbers of Python or NumPy became constants of the trace
@@ -122,6 +123,12 @@ class Entry(nn.Module):
         )
         named_outputs = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named_outputs)
+        # an object may make a tensor anew whenever it is asked for it, under the same name
+        numbers = {key: n for n, (name, tensor) in enumerate(named_outputs) for key in (name, id(tensor))}
+        every = flatten_outputs(output, once=False)
+        self.outputs.paths = {
+            name: numbers[name if name in numbers else id(tensor)] for name, tensor in every
+        }
         self.outputs.structure = _structure(output, [tensor for _, tensor in named_outputs])
         outputs = tuple(placed(tensor, self._output_dtype) for _, tensor in named_outputs)
         if self._then is not None:

@@ -146,6 +146,8 @@ class TracedModel:
     clip: Constants | None = None  # what the policy does to weights that do not fit
     split_ties: tuple[tuple[str, ...], ...] = ()  # tied weights that it would store differently by name
     structure: OutputStructure | None = None  # of the outputs
+    # every path in the model's output, with the number of its tensor, which may have several
+    paths: Mapping[str, int] = field(default_factory=dict)
     # custom autograd functions, whose backward is not in the graph, and ``checkpoint`` if it recomputes
     custom_functions: tuple[str, ...] = ()
     changes: tuple[StateChange, ...] = ()  # of the model's Python state

@@ -74,6 +74,7 @@ def trace(
             traced,
             outputs=fp32_trace.outputs,
             structure=fp32_trace.structure,
+            paths=fp32_trace.paths,
             custom_functions=fp32_trace.custom_functions,
             notes=(*traced.notes, *fp32_trace.notes),
             changes=fp32_trace.changes,

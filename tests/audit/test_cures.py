@@ -93,7 +93,7 @@ class Native:
             )
             converted = attach_weights(made)
             deployed = fold_casts(converted, "inference")
-            names = tuple(f"output.{i}" for i in range(len(made.outputs)))
+            names = {f"output.{i}": i for i in range(len(made.outputs))}
             model = GraphModel(deployed, folded_weights(converted, deployed, {}), names, train=False)
             with torch.no_grad():
                 wanted = tensors(copy.deepcopy(self.source.model)(*batch.args))

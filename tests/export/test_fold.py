@@ -29,7 +29,7 @@ def traced(model: nn.Module, kwargs: dict[str, torch.Tensor], policy: str, dtype
 def outputs(made: TracedModel, kwargs: dict[str, torch.Tensor], mode: Mode) -> dict[str, torch.Tensor]:
     converted = attach_weights(made)
     deployed = fold_casts(converted, mode)
-    names = tuple(f"output.{i}" for i in range(len(made.outputs)))
+    names = {f"output.{i}": i for i in range(len(made.outputs))}
     model = GraphModel(deployed, folded_weights(converted, deployed, {}), names, train=mode == "train")
     with torch.no_grad():
         return dict(model(**kwargs))
@@ -168,7 +168,7 @@ def test_layers_and_lines_are_on_the_exported_ops() -> None:
     converted = attach_weights(made)
     deployed = fold_casts(converted, "inference")
     values = folded_weights(converted, deployed, {})
-    program = export_program(deployed, values, made.outputs, (), subject.kwargs)
+    program = export_program(deployed, values, made.paths, (), subject.kwargs)
     linears = [node for node in program.graph.nodes if str(node.target) == "aten.linear.default"]
     stacks = [str(list(node.meta["nn_module_stack"].values())[-1][0]) for node in linears]
     assert stacks[0].endswith("encoder.layer.0.attention.self.query")

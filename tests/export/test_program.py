@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +197,34 @@ def test_a_batch_that_gives_a_tensor_twice_makes_a_program_with_two_inputs(tmp_p
     with torch.no_grad():
         found = torch.export.load(tmp_path / "out" / "model.pt2").module()(query, key)
         assert (found.float() - model(query, key)).abs().max() < 0.02
+
+
+class Repeating(nn.Module):
+    """Returns one tensor several times, as models do whose last hidden state is one of all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.inner(x)
+        wide, kept = made.float(), nn.functional.dropout(made, 0.5, self.training)  # the same in FP32
+        outputs = {"made": made, "states": (x, made), "wide": wide, "kept": kept}
+        return outputs if self.kind == "dict" else (made, made, wide, kept)
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_a_program_returns_a_tensor_as_often_as_the_model(tmp_path: Path, kind: str) -> None:
+    """Oracle: the model itself."""
+    x, model = torch.randn(2, 8), Repeating(kind).eval()
+    convert(model, (x,), tmp_path / "out", policy="half")
+    with torch.no_grad():
+        found, exact = torch.export.load(tmp_path / "out" / "model.pt2").module()(x), model(x)
+    if kind == "dict":
+        first, second = exact.pop("states")
+        exact |= {"states[0]": first, "states[1]": second}
+        assert found.keys() == exact.keys()
+        found, exact = [found[name] for name in exact], list(exact.values())
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.float() - theirs).abs().max() < 0.02
+    assert verify(tmp_path / "out").exit_code == 0
