@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -236,7 +237,7 @@ def test_names_that_occur_twice_are_told_apart(policy: str, tmp_path: Path) -> N
 class Squeezing(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x + 1
-        return y.squeeze(1) * 2, x.squeeze(-1), y.squeeze(1), y.squeeze(0)
+        return y.squeeze(1) * 2, x.squeeze(-1), y.squeeze(1), y.squeeze(0), (y * 2).squeeze_(1)
 
 
 def test_a_squeeze_of_another_size_than_one_is_exported(tmp_path: Path) -> None:
@@ -245,7 +246,34 @@ def test_a_squeeze_of_another_size_than_one_is_exported(tmp_path: Path) -> None:
     convert(Squeezing().eval(), (x,), tmp_path / "out", policy="half", onnx=True)
     onnx.checker.check_model(tmp_path / "out" / "model.onnx", full_check=True)
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    assert len({output.name for output in session.get_outputs()}) == 4
+    assert len({output.name for output in session.get_outputs()}) == 5
     for ours, theirs in zip(session.run(None, {"x": x.numpy()}), Squeezing()(x), strict=True):
         assert ours.shape == theirs.shape
         assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.01
+
+
+class Returning(nn.Module):
+    """Returns its inputs, and one tensor under several keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, sample: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        made = self.inner(sample) * mask
+        return {"made": made, "states": [sample, made], "mask": mask, "same": made.detach(), "again": sample}
+
+
+def test_inputs_and_outputs_that_are_one_value_keep_their_names(tmp_path: Path) -> None:
+    """Oracle: the model itself."""
+    model, (sample, mask) = Returning().eval(), torch.randn(2, 2, 8)
+    convert(model, (sample, mask), tmp_path / "out", policy="torch-cuda", onnx=True)
+    onnx.checker.check_model(tmp_path / "out" / "model.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    names = [output.name for output in session.get_outputs()]
+    assert names == ["made", "states[0]", "states[1]", "mask", "same", "again"]
+    found = session.run(None, {"sample": sample.numpy(), "mask": mask.numpy()})
+    with torch.no_grad():
+        made = model(sample, mask)["made"]
+    for ours, theirs in zip(found, [made, sample, made, mask, made, sample], strict=True):
+        assert (torch.from_numpy(ours).float() - theirs).abs().max() < 0.02

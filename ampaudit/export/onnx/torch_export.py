@@ -38,6 +38,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # a few roundings of bfloat16 are above it, a norm without its eps or cast is below
 _BFLOAT16_OPSET = 22  # the first whose convolutions, pooling, resizing and norms support the format
 _SPLITS = frozenset({"split", "split_with_sizes", "unsafe_split", "chunk", "unbind", "tensor_split"})
+_SQUEEZES = frozenset({"squeeze", "squeeze_"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -115,7 +116,8 @@ def write_onnx(
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
         metadata.mark_nodes(program)
-        exported = _export(program, labels, input_names)
+        exported = _export(program, input_names)
+        _name_outputs(exported.model, labels)
         NameFixPass()(exported.model)  # an output may be called like an input or a value
         _name_axes(exported, axis_names)
         _inline_known_branches(exported.model)
@@ -150,7 +152,7 @@ def _reason(error: Exception) -> str:
     return _COLOR.sub("", first_line(inner))
 
 
-def _export(program: ExportedProgram, output_names: list[str], input_names: list[str] | None) -> Any:
+def _export(program: ExportedProgram, input_names: list[str] | None) -> Any:
     with quiet():  # the exporter logs which ops of torchvision are missing
         return torch.onnx.export(
             _expressible(program),
@@ -158,7 +160,6 @@ def _export(program: ExportedProgram, output_names: list[str], input_names: list
             optimize=False,
             verbose=False,
             input_names=input_names,
-            output_names=output_names,
             opset_version=_BFLOAT16_OPSET if _has_bfloat16(program) else None,
         )
 
@@ -182,9 +183,9 @@ def _expressible(program: ExportedProgram) -> ExportedProgram:
                 node.args = tuple(_promoted(graph, item, value.dtype) for item in node.args)
                 if base_name(op) == "batch_norm":
                     _take_statistics(graph, node)
-                elif base_name(op) == "squeeze" and value.dim() == node.args[0].meta["val"].dim():
-                    # a name of its own for each output
-                    node.target, node.args, node.kwargs = torch.ops.aten.alias.default, node.args[:1], {}
+                elif base_name(op) in _SQUEEZES and value.dim() == node.args[0].meta["val"].dim():
+                    node.replace_all_uses_with(node.args[0])
+                    graph.erase_node(node)  # which eliminate_dead_code keeps, if it is in place
             elif base_name(op) in _SPLITS and value is not None:
                 axis = named_arguments(op, node.args, node.kwargs).get("dim", 0)
                 _take_slices(graph, node, axis, value)
@@ -249,6 +250,19 @@ def _insert_call(graph: fx.Graph, value: fx.Node, op: Any, *args: Any, **kwargs:
 def _has_bfloat16(program: ExportedProgram) -> bool:
     tensors = (tensor for node in program.graph.nodes for tensor in tensors_in(node.meta.get("val")))
     return any(tensor.dtype is torch.bfloat16 for tensor in tensors)
+
+
+def _name_outputs(model: ir.Model, names: Sequence[str]) -> None:
+    """Name the outputs; what is an input or another output as well is copied, as it keeps that name."""
+    taken = set(model.graph.inputs)
+    for index, (value, name) in enumerate(zip(model.graph.outputs, names, strict=True)):
+        if value in taken and value.name != name:
+            copied = ir.node("Identity", [value])
+            model.graph.append(copied)
+            copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
+            value = model.graph.outputs[index] = copied.outputs[0]
+        value.name = name
+        taken.add(value)
 
 
 def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
