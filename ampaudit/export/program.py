@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
@@ -35,6 +36,7 @@ from ampaudit.trace.values import components, dtype_name
 
 ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 _CONSTANTS = {bool, int, float, str, type(None)}
+_SEQUENCES, _MAPPINGS = {list, tuple, torch.Size}, {dict, OrderedDict}
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
@@ -222,14 +224,18 @@ def exportable_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
     Other objects are left out: their values are fixed in the graph.
     """
-    return {name: value for name, value in kwargs.items() if _is_exportable(pytree.tree_leaves(value))}
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if _is_constant(value) or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    }
 
 
-def _is_exportable(leaves: list[Any]) -> bool:
-    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return True
-    # a subclass, such as an enum, or an empty container may be of a kind that torch cannot save
-    return bool(leaves) and set(map(type, leaves)) <= _CONSTANTS
+def _is_constant(value: Any) -> bool:
+    """Return whether torch can save a value; it cannot save enums or named tuples, which are subclasses."""
+    if type(value) in _MAPPINGS:
+        return set(map(type, value)) <= _CONSTANTS and all(map(_is_constant, value.values()))
+    return all(map(_is_constant, value)) if type(value) in _SEQUENCES else type(value) in _CONSTANTS
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -307,8 +308,20 @@ def test_the_other_sizes_are_a_larger_one_and_half_of_it() -> None:
     assert minimum == {"rows": 1, "length": 4}
 
 
+class Size(NamedTuple):
+    height: int
+    width: int
+
+
+# torch saves neither enums nor named tuples, nor keys that are tuples
+UNSAVED = [StrEnum("Owner", ["user"])("user"), Size(2, 3), {"sizes": [Size(2, 3)]}, {(2, 3): 1}]
+
+
+@pytest.mark.parametrize("owner", UNSAVED, ids=repr)
 @pytest.mark.parametrize("dynamic", [(), ("x=rows,_",)])
-def test_a_program_is_called_with_the_keywords_of_the_model(tmp_path: Path, dynamic: tuple[str, ...]) -> None:
+def test_a_program_is_called_with_the_keywords_of_the_model(
+    tmp_path: Path, dynamic: tuple[str, ...], owner: object
+) -> None:
     class Video(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -321,7 +334,6 @@ def test_a_program_is_called_with_the_keywords_of_the_model(tmp_path: Path, dyna
 
     model, x = Video().eval(), torch.randn(3, 4)
     keywords = {"x": x, "frames": 3, "mode": "a", "mask": None}
-    owner = StrEnum("Owner", ["user"])("user")  # torch saves no enum
     ampaudit.convert(model, keywords | {"owner": owner}, tmp_path / "out", policy="half", dynamic=dynamic)
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
     half = copy.deepcopy(model).half()
