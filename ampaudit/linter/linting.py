@@ -243,6 +243,8 @@ def lint_text(
 
 def _analyze(text: str, path: str, names: Mapping[str, Value], tree: SourceTree) -> Analysis:
     """Analyze a text of one file, given the names of earlier blocks and the files that it may import."""
+    if not is_worth_reading(text) and not tree.drives_training(parse(text), text, path):
+        return Analysis(text)
     from ampaudit.linter.analysis import analyze
 
     linked = LinkedScript(read_script(text), path, tree)
@@ -263,10 +265,8 @@ def _analyze_block(
     while True:
         analysis = Analysis(block.text)
         try:
-            if is_worth_reading(block.text):
+            if not block.marks or is_worth_reading(block.text):
                 analysis = analyze(block.text)
-            elif not block.marks:
-                parse(block.text)
             linted.was_read = True
         except _PARSE_ERRORS as error:
             line, cell = block.locate(getattr(error, "lineno", None) or 1)
@@ -302,30 +302,38 @@ def _to_findings(
     selection: RuleSelection,
     tree: ast.Module,
 ) -> Iterator[LintFinding]:
-    """Yield the findings of the enabled rules, including suppressed ones; ``tree`` is that of the block."""
+    """Yield the findings of the enabled rules, including suppressed ones; ``tree`` is that of the block.
+
+    In tests, only errors count.
+    """
     lines, comments = split_lines(block.text), comments_of(block.text)
+    is_test = Path(path).name.startswith("test_")  # of pytest, which trains on little and resumes nothing
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for item in diagnostics:
         if not selection.includes(item.code):
             continue
         severity = Severity(all_pages()[item.code].severity)
-        is_weaker = item.certainty == Certainty.LIKELY and severity == Severity.ERROR
+        if item.certainty == Certainty.LIKELY and severity == Severity.ERROR:
+            severity = Severity.WARNING
         first = int(getattr(item.node, "lineno", 1))
         last = int(getattr(item.node, "end_lineno", first) or first)
         column = character_column(lines[first - 1], getattr(item.node, "col_offset", 0))
         end_column = character_column(lines[last - 1], getattr(item.node, "end_col_offset", 0) or 0)
         line, cell = block.locate(first)
         comment, around = suppression_of(item, comments), blocks_around(tree.body, first)
+        functions = [owner.name for owner, _ in around if isinstance(owner, definitions)]
+        if is_test and severity != Severity.ERROR and any(name.startswith("test") for name in functions):
+            continue
         yield LintFinding(
             code=item.code,
-            severity=Severity.WARNING if is_weaker else severity,
+            severity=severity,
             file=path,
             line=line,
             column=column + block.indent + 1,
             end_line=block.locate(last)[0],
             end_column=end_column + block.indent + 1,
             cell=cell,
-            function=".".join(owner.name for owner, _ in around if isinstance(owner, definitions)),
+            function=".".join(functions),
             cause=item.cause,
             advice=item.advice,
             fixable=item.fix is not None and item.fix.is_safe,

@@ -129,10 +129,16 @@ class SourceTree:
         """Return the number of a file; zero for one that is not linted."""
         return self._numbers.get(os.path.abspath(path), 0)
 
-    def imported(self, script: Script, path: str) -> dict[str, int]:
+    def drives_training(self, tree: ast.Module, text: str, path: str) -> bool:
+        """Return whether a script has an optimizer and imports a linted file that is worth reading."""
+        numbers = self.imported(tree, path).values() if "optim" in text else ()
+        scripts = (self.parse(number) for number in numbers if self.is_linted(number))
+        return any(script is not None and is_worth_reading(script.text) for script in scripts)
+
+    def imported(self, tree: ast.Module, path: str) -> dict[str, int]:
         """Return the numbers of the files that a script imports, by the dotted names of their modules."""
         importer = os.path.abspath(path)
-        numbers = ((name, self._find(name, importer)) for name in imported_modules(script.tree))
+        numbers = ((name, self._find(name, importer)) for name in imported_modules(tree))
         return {name: number for name, number in numbers if number is not None}
 
     def _find(self, name: str, importer: str) -> int | None:
@@ -187,7 +193,7 @@ class LinkedScript:
         self._visit(self.main, self.path, {self.tree.number_of(self.path)})
 
     def _visit(self, script: Script, path: str, visited: set[int]) -> None:
-        script.modules = self.tree.imported(script, path)
+        script.modules = self.tree.imported(script.tree, path)
         for number in script.modules.values():
             if number in visited or len(visited) > _MAX_FILES:
                 continue

@@ -319,6 +319,46 @@ def test_a_helper_that_restores_all_but_the_scaler_is_followed(tmp_path: Path, s
     }
     write(tmp_path, files)
     assert alarms(tmp_path) == [("AMP820", "train.py", 9)]
+    (found,) = [item for item in lint(str(tmp_path)).findings if item.code == "AMP820"]
+    assert "a checkpoint at line 4 of resume.py, but" in found.cause
+
+
+ENGINE = """import torch
+
+
+def train_one_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+DRIVER = """import torch
+from engine import train_one_epoch
+
+
+def main(model, loader):
+    OPTIMIZER
+    for epoch in range(10):
+        AGAIN
+        train_one_epoch(model, loader, optimizer)
+
+
+main(None, [])
+"""
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loop_without_a_word_of_mixed_precision_is_followed(tmp_path: Path, is_kept: bool) -> None:
+    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    text = DRIVER.replace("OPTIMIZER" if is_kept else "AGAIN", optimizer)
+    write(
+        tmp_path, {"engine.py": ENGINE, "main.py": text.replace("AGAIN", "pass").replace("OPTIMIZER", "pass")}
+    )
+    assert alarms(tmp_path) == ([("AMP814", "engine.py", 5)] if is_kept else [])
 
 
 def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

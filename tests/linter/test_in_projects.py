@@ -57,6 +57,25 @@ def test_a_file_of_the_repository_counts_below_it_and_a_named_file_is_read(tmp_p
     assert lint(tmp_path / "src" / "made.py").findings
 
 
+TESTED = """import torch
+
+
+def test_half(x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        logits = x @ x
+    total = torch.sigmoid(logits).sum()
+    with torch.autocast():
+        return total
+"""
+
+
+def test_only_errors_count_in_tests(tmp_path: Path) -> None:
+    for name in ("test_half.py", "half.py"):
+        (tmp_path / name).write_text(TESTED)
+    by_file = sorted((Path(found.file).name, found.code) for found in lint(tmp_path).findings)
+    assert by_file == [("half.py", "AMP847"), ("half.py", "AMP873"), ("test_half.py", "AMP847")]
+
+
 def test_what_is_not_known_is_not_reported(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(UNSURE)
     assert not lint(tmp_path, select=["ALL"]).findings

@@ -404,8 +404,8 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     """Return whether it is enabled; where that depends on a setting, the setting is assumed to be on."""
     if value is None or expression is None:
         return True
-    if isinstance(expression, ast.Constant):
-        return bool(expression.value)
+    if isinstance(value, LiteralValue) and (value.is_given or isinstance(expression, ast.Constant)):
+        return bool(value.value)
     assumed = interpreter.assumed_truth(expression)
     if assumed is None and literal_of(value) is False:
         return None

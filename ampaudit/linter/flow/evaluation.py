@@ -396,7 +396,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     for side, value in ((node.left, left), (node.right, right)):
         if isinstance(value, LiteralValue):
             interpreter.record_number(side, value)
-        elif isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
+        elif isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div | ast.Mod):
             interpreter.record(events.GradientRead, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         unscales = isinstance(right, ScaleReading) or mentions(node.right, "scale")

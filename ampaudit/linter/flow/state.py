@@ -357,9 +357,9 @@ def join_values(one: Value, other: Value) -> Value:
         return replace(one, enabled=agreement.get("enabled"), optional=one.optional or other.optional)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
         return replace(one, wrapper=agreement.get("wrapper", ""))
-    for context in (one, other):
-        if isinstance(context, Autocast):
-            return replace(context, enabled=None)
+    contexts = [value for value in (one, other) if isinstance(value, Autocast)]
+    if contexts:
+        return replace(max(contexts, key=lambda context: context.enabled is not False), enabled=None)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return Tensor(**{"scaler_key": MAYBE, "rounded": one.rounded or other.rounded, **agreement})
     if isinstance(one, KnownItems) and isinstance(other, KnownItems) and len(one.items) == len(other.items):

@@ -32,6 +32,7 @@ from ampaudit.linter.flow.values import (
     ScaleReading,
     Tensor,
     Value,
+    device_of,
 )
 
 # methods that nothing but a tensor has, or that do no harm to what else has them
@@ -89,17 +90,19 @@ def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequen
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
     """Interpret a matrix product, which autocast computes in 16 bits whatever its operands are."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any(value.is_on_cpu for value in tensors) and interpreter.point.autocast.device != "cpu":
+        return Tensor(model_calls=all_model_calls(values), is_on_cpu=True, node=node)
     call_op(interpreter, node, "torch.matmul", values)
     cast = autocast_dtype(interpreter)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
-    implied = "" if "float32" in dtypes else interpreter.point.weights
+    implied = "" if any(value.dtype == "float32" for value in tensors) else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
     is_off = len(values) > 1 and follows_operands(interpreter)
     scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
         dtype=_dtype_of_pair(*values[:2]) if is_off else cast,
-        computed_under=computed_under(interpreter, [v for v in values if isinstance(v, Tensor)]),
+        computed_under=computed_under(interpreter, tensors),
         model_calls=all_model_calls(values),
         scaler_key=MAYBE if len(scales) > 1 else next(iter(scales), UNSCALED),
         rounded=rounded,
@@ -216,6 +219,8 @@ def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str)
         base = base._replace(dtype="")
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
+    if name in ("cuda", "cpu") or (name == "to" and not dtype):
+        base = base._replace(is_on_cpu=name == "cpu" or device_of(call.get(0, "device")) == "cpu")
     if dtype:
         receiver = call.node.func.value if isinstance(call.node.func, ast.Attribute) else call.node
         rounded = call.node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded

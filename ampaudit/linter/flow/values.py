@@ -318,6 +318,7 @@ class Tensor(NamedTuple):
         sigmoid: Call of sigmoid that returned it.
         rounded: Cast to 16 bits of the positions or times from which it is computed.
         is_detached: Whether it is detached from its graph.
+        is_on_cpu: Whether it was moved to the CPU.
         node: Expression that created it.
     """
 
@@ -332,6 +333,7 @@ class Tensor(NamedTuple):
     sigmoid: ast.AST | None = None
     rounded: ast.AST | None = None
     is_detached: bool = False
+    is_on_cpu: bool = False
     node: ast.AST | None = None
 
     @property

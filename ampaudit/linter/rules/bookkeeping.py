@@ -28,7 +28,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.statement_context import conditions_around
+from ampaudit.linter.flow.statement_context import conditions_around, location_suffix
 from ampaudit.linter.flow.syntax import (
     calls,
     dotted_name,
@@ -185,10 +185,11 @@ def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistak
             optimizers = {state.key for state in states if state.kind == "optimizer"}
             its_scalers = {e.scaler for e in steps if e.target is not None and e.target.key in optimizers}
             if its_scalers & missing if saved else optimizers and resumes:
+                place = _place_here(event, event.entries.node)
                 yield Mistake(
-                    _place_here(event, event.entries.node),
-                    "the checkpoint contains the optimizer's state but not the scaler's: a resumed run "
-                    "starts at a scale that overflows",
+                    place,
+                    f"the checkpoint{location_suffix(event.entries.node, place)} contains the optimizer's "
+                    "state but not the scaler's: a resumed run starts at a scale that overflows",
                     "save scaler.state_dict() as well",
                     None if saved else _save_scaler_fix(flow, events, event),
                 )
@@ -199,9 +200,11 @@ def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mis
     if not _owns_scaler(flow, followed) or of_type(followed.events, ScalerRestored):
         return
     for event in of_type(followed.events, OptimizerRestored)[:1]:  # one place is enough to restore it
+        place = _place_here(event, event.node)
         yield Mistake(
-            _place_here(event, event.node),
-            "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
+            place,
+            f"the optimizer resumes from a checkpoint{location_suffix(event.node, place)}, but the scaler "
+            "starts over, at a scale that overflows",
             "restore it as well: scaler.load_state_dict(checkpoint[...])",
         )
 
