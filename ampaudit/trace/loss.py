@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leave
 from ampaudit.trace.values import dtype_name
 
 LOSS_BATCH = "batch of the loss"  # keyword of a model with its loss, which no parameter of a model can have
+_DEFINE = "define loss(output) or loss(output, batch), which returns one number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,24 @@ def takes_batch(function: Callable[..., Any]) -> bool:
     )
 
 
+def _check_signature(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError(f"loss() cannot be called: {error}", hint=_DEFINE) from error
+
+
 def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> torch.Tensor:
     """Compute the scalar loss of an output.
 
     Raises:
-        InputError: There is none, or it is not a differentiable number.
+        InputError: There is none, it takes other arguments, or it is not a differentiable number.
     """
     if function is not None:
-        loss = function(output, item) if takes_batch(function) else function(output)
+        arguments = (output, item) if takes_batch(function) else (output,)
+        with contextlib.suppress(ValueError):  # a function in C has no signature
+            _check_signature(function, arguments)
+        loss = function(*arguments)
         what = "loss(output) returned"
     else:
         loss = _loss_in(output)
@@ -108,7 +120,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         "return a tensor with one number, such as F.cross_entropy(output, batch['labels']), not its .item()"
     )
     if function is None:
-        hint = "define loss(output) or loss(output, batch), which returns one number, or pass loss="
+        hint = f"{_DEFINE}, or pass loss="
     if not isinstance(loss, torch.Tensor):
         kind = "float" if isinstance(loss, torch.SymFloat) else type(loss).__name__
         raise InputError(f"{what} {kind}", hint=hint)

@@ -50,6 +50,7 @@ from ampaudit.linter.flow.values import (
     ContextManager,
     DeviceValue,
     DictLiteral,
+    DtypeChoice,
     Function,
     FunctionInfo,
     GradAttribute,
@@ -395,6 +396,8 @@ def make_autocast(interpreter: Interpreter, call: Call, device: str | None) -> A
     if dtype in ("float32", "float64"):
         return Autocast(False, device_type or None, "", call.node)  # torch warns, and switches it off
     enabled = _enabled(interpreter, values["enabled"], call.expression(names.index("enabled"), "enabled"))
+    if isinstance(chosen, DtypeChoice) and len(chosen.names - {"float32"}) == 1:
+        (dtype,), enabled = chosen.names - {"float32"}, None if enabled else enabled
     conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
     caches = literal_of(call.keywords.get("cache_enabled", LiteralValue(True))) is True
     return Autocast(enabled, device_type or None, dtype, call.node, conditional=conditional, caches=caches)

@@ -423,6 +423,8 @@ def losses_with(**options: Any) -> Any:
 def test_what_cannot_be_differentiated_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="there is no loss"):
         losses_with()
+    with pytest.raises(InputError, match=r"loss\(\) cannot be called: missing .* 'scale'"):
+        losses_with(loss=lambda y, batch, scale: y.mean())
     with pytest.raises(InputError, match="returned 8x4 of float32"):
         losses_with(loss=lambda y: y.float())
     with pytest.raises(InputError, match="returned float"):
