@@ -319,3 +319,28 @@ class Stepper:
         self.adam.zero_grad()
 """
     assert codes(text) == []
+
+
+CONFIGURED = """import torch
+from configs import load
+
+
+def main(loader):
+    config = load()
+    model, optimizer = config.build_model(), config.OPTIMIZER(lr=config.lr)
+    scaler = torch.amp.GradScaler("cuda")
+    if config.resume:
+        optimizer.load_state_dict(torch.load(config.resume)["optimizer"])
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_what_unknown_code_makes_is_known_by_its_use() -> None:
+    assert codes(CONFIGURED) == ["AMP820"]
+    assert codes(CONFIGURED.replace("        optimizer.load_state_dict(", "        print(")) == []

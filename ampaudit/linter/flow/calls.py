@@ -493,6 +493,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return _instance_method(interpreter, node, base, name)
     if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
+    if base is UNSCALED_TENSOR and _MAKES.search(name):
+        base = UNKNOWN
     call = _arguments(interpreter, node)
     method = _METHODS.get(type(base))
     if method is not None:
@@ -524,6 +526,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     return unknown_call(interpreter, call, name)
 
 
+_MAKES = re.compile(r"[A-Z]|^(build|configure|create|get|init|make|prepare|setup)")  # no tensor has these
 _CASTS_MODELS: Final = frozenset({"half", "float", "bfloat16", "to", "cuda"})
 
 
