@@ -166,6 +166,8 @@ def test_an_overflow_that_only_decides_a_size_is_found() -> None:
         (lambda x: int(x.sum() + 2048.4 - x.sum()), False),
         (lambda x: int(x.mean() + 0.49995), True),
         (lambda x: float(x.mean()) > 0, False),
+        (lambda x: torch.allclose(x, x * 1.0002, rtol=1e-4, atol=0.0), True),
+        (lambda x: torch.allclose(x, x * 1.01, rtol=0.1), False),
     ],
 )
 def test_what_python_makes_of_a_number_decides(decide: Callable[[torch.Tensor], Any], flips: bool) -> None:
@@ -173,5 +175,6 @@ def test_what_python_makes_of_a_number_decides(decide: Callable[[torch.Tensor], 
         return m.a(x) * decide(x)
 
     x = torch.full((2, 8), 0.5)
+    assert (decide(x) != decide(x.half())) == flips
     report = scan(Wrap(forward, a=nn.Linear(8, 8)).eval(), x, policy="half")
     assert ("AMP214" in {finding.code for finding in report.findings}) == flips

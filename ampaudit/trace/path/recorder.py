@@ -59,6 +59,7 @@ READING = {
     aten._local_scalar_dense.default: "item",
     aten.is_nonzero.default: "bool",
     aten.equal.default: "equal",
+    aten.allclose.default: "allclose",
 }
 
 
@@ -133,6 +134,8 @@ class PathRecorder:
         with mode:
             if op is aten.is_nonzero.default and args[0].dtype is not torch.bool:
                 return self.read("bool", args[0].ne(0))  # only whether the number is 0 decides
+            if op is aten.allclose.default:
+                return self.read("allclose", torch.isclose(*args).all())
             if op is not aten.equal.default:
                 return self.read(READING[op], args[0])
             first, second = args
