@@ -134,7 +134,8 @@ class PythonState:
         elif isinstance(value, (*_CONTAINERS, tuple)):
             if not isinstance(value, tuple):
                 self._add(value, _shallow(value), name)
-            for item in list(value.values() if isinstance(value, dict) else value):
+            # through iter, since list asks for a length, which a subclass may refuse
+            for item in list(iter(value.values() if isinstance(value, dict) else value)):
                 self._visit(item, name)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase):
             self._always_changed = True  # its position cannot be read

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
 import ampaudit
+from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated, Native
@@ -25,7 +28,23 @@ from tests.support.planted import scan_under_autocast as scan
 from tests.support.wrap import Scale, Wrap, linear
 
 X = (4, 8)
+
+
+class Irrep(tuple[int, ...]):
+    """A tuple without a length, as in e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def linear_with(attribute: object) -> nn.Module:
+    model = Wrap(lambda m, x: m.a(x), a=nn.Linear(8, 8))
+    model.attribute = attribute
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any] | tuple[Any, ...]]]] = {
+    "tuple without a length": (lambda: linear_with(Irrep((1, -1))), lambda: (torch.randn(X),)),
     "gru cell": (
         lambda: Wrap(lambda m, x: m.cell(x, torch.zeros_like(x)), cell=nn.GRUCell(8, 8)),
         lambda: (torch.randn(X),),
@@ -180,3 +199,28 @@ def test_a_model_that_is_already_half_is_audited_as_it_is() -> None:
             )
             assert report.findings == ()
             assert report.outputs[0].sqnr_db is not None
+
+
+def test_what_a_model_prints_is_not_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        print("printed")
+        return m.a(x)
+
+    ampaudit.convert(Wrap(forward, a=nn.Linear(8, 8)).eval(), torch.randn(X), tmp_path / "out")
+    printed = capsys.readouterr()
+    assert (printed.out, "printed" in printed.err) == ("", True)
+
+
+def test_a_model_that_runs_only_while_it_is_exported_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the audit is kept
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            raise ValueError("no eager kernel")
+        return m.a(x)
+
+    with pytest.raises(SourceError, match="no eager kernel"):
+        ampaudit.convert(Wrap(forward, a=nn.Linear(8, 8)).eval(), torch.randn(X), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
