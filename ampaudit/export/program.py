@@ -24,6 +24,7 @@ from ampaudit.core.text import share_db, signal_to_noise_db
 from ampaudit.core.untrusted import describe
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.report.conversion import OutputRecord
+from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.capture import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
@@ -269,12 +270,14 @@ def record_reference(
     ``call`` are the inputs of the program, without the arguments of ``model_call`` that are fixed in it.
 
     Raises:
+        SourceError: The model itself fails.
         RunFailed: Torch cannot turn the program into a module.
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
     # including caches, which the program does not return
-    every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed), once=False))
+    with calling_user_code("the model"):
+        every = dict(flatten_outputs(call_unchanged(model, *model_call, seed=seed), once=False))
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     try:

@@ -173,7 +173,7 @@ def host_state() -> tuple[Any, ...]:
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
     """Call a model without gradients, on a copy that shares its parameters, and on copies of its inputs.
 
-    Autocast regions in its code cast to float32.
+    Autocast regions in its code cast to float32, and what it prints goes to stderr.
 
     Inputs, buffers and Python attributes keep their values, whatever the model writes to them. The model may
     be any callable.
@@ -185,7 +185,7 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda given: copies.setdefault(id(given), given.detach().clone()), (args, dict(kwargs))
     )
-    with seeded(seed), autocast_to_float32():
+    with seeded(seed), autocast_to_float32(), contextlib.redirect_stdout(sys.stderr):
         return model(*args, **kwargs)
 
 
