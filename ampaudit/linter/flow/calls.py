@@ -36,6 +36,7 @@ from ampaudit.linter.flow.torch_names import (
     MATRIX_PRODUCTS,
     NAMESPACES,
     SCALERS,
+    WHOLE_NUMBERS,
     makes_model,
     makes_optimizer,
 )
@@ -185,7 +186,10 @@ def _function(interpreter: Interpreter, call: Call, path: str, name: str) -> Val
         default = ImportedName("torch.float32") if MAKES_TENSORS[name] else UNKNOWN
         dtype = tensors.dtype_named(call.keywords.get("dtype", default))
         is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
+        is_rounded &= not interpreter.assumptions  # an option that nothing else shows to be on
         return Tensor(dtype=dtype, rounded=call.node if is_rounded else None, node=call.node)
+    if name in WHOLE_NUMBERS:
+        return Tensor(dtype="integer", node=call.node)
     if name == "sigmoid":
         operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
         return Tensor(sigmoid=call.node, model_calls=operand.model_calls, dtype=operand.dtype, node=call.node)

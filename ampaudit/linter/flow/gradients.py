@@ -47,7 +47,8 @@ _KEEPS_GRADIENT: Final = frozenset(
 )
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
     "isnan isinf isfinite zero_ fill_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage"
-    " data_ptr any all is_sparse type record_stream sign ones_like zeros_like".split()
+    " data_ptr any all is_sparse type record_stream sign ones_like zeros_like"
+    " new_empty new_full new_ones new_tensor new_zeros".split()
 )
 
 
