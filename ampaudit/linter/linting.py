@@ -243,13 +243,14 @@ def lint_text(
 
 def _analyze(text: str, path: str, names: Mapping[str, Value], tree: SourceTree) -> Analysis:
     """Analyze a text of one file, given the names of earlier blocks and the files that it may import."""
-    if not is_worth_reading(text) and not tree.drives_training(parse(text), text, path):
+    least = Certainty.LIKELY if is_worth_reading(text) else Certainty.KNOWN
+    if least == Certainty.KNOWN and not tree.drives_training(parse(text), text, path):
         return Analysis(text)
     from ampaudit.linter.analysis import analyze
 
     linked = LinkedScript(read_script(text), path, tree)
     ordered, names_at_end = analyze(linked, names)
-    by_file = linked.group_by_file([item for item in ordered if item.certainty != Certainty.UNKNOWN])
+    by_file = linked.group_by_file([item for item in ordered if item.certainty >= least])
     imported = [
         (tree.paths[number - 1], script.text, by_file[number])
         for number, script in linked.imported.items()

@@ -361,6 +361,33 @@ def test_a_loop_without_a_word_of_mixed_precision_is_followed(tmp_path: Path, is
     assert alarms(tmp_path) == ([("AMP814", "engine.py", 5)] if is_kept else [])
 
 
+MANUAL = """import pytorch_lightning as pl
+from encoder import Encoder
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.encoder(batch).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_what_is_only_likely_needs_a_word_of_mixed_precision(tmp_path: Path) -> None:
+    encoder = "import torch\nDTYPE = torch.float16\n\nclass Encoder(torch.nn.Module):\n    pass\n"
+    write(tmp_path, {"net.py": MANUAL, "encoder.py": encoder})
+    assert alarms(tmp_path) == []
+    write(tmp_path, {"net.py": MANUAL + "\ntrainer = pl.Trainer(precision='16-mixed')\n"})
+    assert [code for code, _, _ in alarms(tmp_path)] == ["AMP802"]
+
+
 def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {f"m{i}.py": f"from m{i + 1} import scaler\n" for i in range(5)}
     write(tmp_path, {**chain, "m5.py": "scaler = 1\n"})

@@ -76,8 +76,8 @@ def _made_in_loop(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
             if lives_on and not any(map(_tests_absence, conditions_around(flow.linked, creation.node))):
                 yield Mistake(
                     creation.node,
-                    "each pass of the loop creates a new scaler, which starts at 65,536 again instead of the "
-                    "scale that was found",
+                    "each pass of the loop creates a new scaler, which starts at its initial scale again "
+                    "instead of the scale that was found",
                     "create the scaler once, before the loop",
                     certainty=Certainty.KNOWN if is_known else Certainty.LIKELY,
                 )
