@@ -274,7 +274,7 @@ def fake_cuda_autocast() -> Iterator[None]:
 def test_autocast_undoes_a_float_and_linalg_has_no_half() -> None:
     with fake_cuda_autocast():
         product = torch.empty(2, 2, device="cuda").float() @ torch.empty(2, 2, device="cuda").float()
-        assert product.dtype is torch.float16  # AMP845
+        assert product.dtype is torch.float16  # so that angles are rounded (AMP869)
         with pytest.raises(RuntimeError, match=r"Low precision dtypes"):
             torch.linalg.inv(product)
     with torch.autocast("cpu", dtype=torch.bfloat16):

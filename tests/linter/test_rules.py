@@ -121,7 +121,7 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         .replace("dtype=torch.float16", "enabled=fp16")
         .replace("optimizer)", "optimizer, fp16=False)"),
         # torch switches float32 autocast off
-        BAD["AMP845"].replace("torch.float16", "torch.float32"),
+        BAD["AMP869"].replace("torch.bfloat16", "torch.float32"),
         # each call of the function is another run
         GOOD["AMP802"]
         .replace("optimizer, criterion", "criterion")

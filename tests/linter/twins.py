@@ -394,23 +394,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             before=("scaler = torch.amp.GradScaler('cuda')", "criterion = nn.BCEWithLogitsLoss()"),
         ),
     ),
-    "AMP845": (
-        PLAIN,
-        script_of(
-            "@torch.autocast('cuda', dtype=torch.float16)",
-            "def attend(q, k, v):",
-            "    q = q.to(torch.float32)",
-            "    scores = torch.matmul(q, k.transpose(-1, -2))",
-            "    return scores.softmax(-1) @ v",
-        ),
-        script_of(
-            "@torch.autocast('cuda', enabled=False)",
-            "def attend(q, k, v):",
-            "    q = q.to(torch.float32)",
-            "    scores = torch.matmul(q, k.transpose(-1, -2))",
-            "    return scores.softmax(-1) @ v",
-        ),
-    ),
     "AMP846": (
         PLAIN,
         script_of(

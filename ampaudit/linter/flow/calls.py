@@ -36,7 +36,6 @@ from ampaudit.linter.flow.torch_names import (
     MATRIX_PRODUCTS,
     NAMESPACES,
     SCALERS,
-    WHOLE_NUMBERS,
     makes_model,
     makes_optimizer,
 )
@@ -188,8 +187,6 @@ def _function(interpreter: Interpreter, call: Call, path: str, name: str) -> Val
         is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
         is_rounded &= not interpreter.assumptions  # an option that nothing else shows to be on
         return Tensor(dtype=dtype, rounded=call.node if is_rounded else None, node=call.node)
-    if name in WHOLE_NUMBERS:
-        return Tensor(dtype="integer", node=call.node)
     if name == "sigmoid":
         operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
         return Tensor(sigmoid=call.node, model_calls=operand.model_calls, dtype=operand.dtype, node=call.node)

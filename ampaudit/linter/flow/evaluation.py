@@ -541,7 +541,7 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     if isinstance(base, Managed):
         return base
     if isinstance(base, Tensor):
-        return base._replace(upcast=None)
+        return base._replace(upcast=False)
     text = dotted_name(node)
     item = None
     if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):

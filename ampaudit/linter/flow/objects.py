@@ -246,7 +246,7 @@ def call_model(interpreter: Interpreter, call: Call, model: Model, method: str =
     if info is not None and is_followed and interpreter.budget.allows(info.node):
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
-            k: v._replace(upcast=None) if isinstance(v, Tensor) else v for k, v in call.named().items()
+            k: v._replace(upcast=False) if isinstance(v, Tensor) else v for k, v in call.named().items()
         }
         with interpreter.entered(place._replace(weights=weights)):
             returned = inline_call(interpreter, info, call.node, given_here, model.instance)

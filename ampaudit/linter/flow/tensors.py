@@ -97,7 +97,8 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     cast = autocast_dtype(interpreter)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     implied = "" if any(value.dtype == "float32" for value in tensors) else interpreter.point.weights
-    rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
+    are_angles = _are_positions(*operands) or any(value.upcast for value in tensors)
+    rounded = node if (cast or implied) and are_angles else first_rounded(values)
     is_off = len(values) > 1 and follows_operands(interpreter)
     scales = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
     return Tensor(
@@ -158,7 +159,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
     result = tensors[0]._replace(
         rounded=first_rounded(tensors),
-        upcast=None,
+        upcast=False,
         model_calls=all_model_calls([left, right]),
         dtype=_dtype_of_pair(left, right),
         node=node,
@@ -224,21 +225,20 @@ def tensor_method(interpreter: Interpreter, call: Call, base: Tensor, name: str)
     if dtype:
         receiver = call.node.func.value if isinstance(call.node.func, ast.Attribute) else call.node
         rounded = call.node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
-        is_exact = base.dtype == "integer" or isinstance(receiver, ast.Compare)
-        up = call.node if dtype == "float32" and not is_exact else None
-        return base._replace(dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=call.node)
+        upcast = dtype == "float32"
+        return base._replace(dtype=dtype, weights_dtype="", upcast=upcast, rounded=rounded, node=call.node)
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, call.node, [base, *call.positional])
     call_op(interpreter, call.node, f"torch.{name}", [base, *call.all()])
     chosen = call.keywords.get("dtype")
     if name == "sigmoid":
-        return base._replace(sigmoid=call.node, upcast=None, node=call.node)
+        return base._replace(sigmoid=call.node, upcast=False, node=call.node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
-        return base._replace(upcast=None, node=call.node)
+        return base._replace(upcast=False, node=call.node)
     if keeps_dtype(interpreter, name) and chosen is None:
         return base._replace(node=call.node)
     dtype = dtype_named(chosen) if chosen is not None else dtype_of_result(interpreter, name)
-    return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=None, node=call.node)
+    return base._replace(dtype=dtype, weights_dtype="", loss="", sigmoid=None, upcast=False, node=call.node)
 
 
 def follows_operands(interpreter: Interpreter) -> bool:

@@ -70,8 +70,6 @@ MAKES_TENSORS: Final = {
     **dict.fromkeys("zeros ones empty rand randn linspace logspace eye".split(), True),
     **dict.fromkeys("arange full tensor".split(), False),
 }
-# and those of whole numbers
-WHOLE_NUMBERS: Final = frozenset("argmax argmin argsort bincount one_hot randint randperm".split())
 # methods that write into a tensor and convert nothing; tried on torch 2.13: each raises for two dtypes
 WRITES_SAME_DTYPE: Final = frozenset(
     "index_add_ index_copy_ index_put_ scatter_ scatter_add_ scatter_reduce_ masked_scatter_".split()

@@ -311,7 +311,7 @@ class Tensor(NamedTuple):
             ``number`` for numbers of Python, which promote nothing.
         weights_dtype: 16-bit dtype of the weights of the model that returned it, else empty.
         computed_under: 16-bit dtype of autocast when it was computed, else empty.
-        upcast: Call that has cast it to float32, if no op followed.
+        upcast: Whether it was cast to float32, and no op followed.
         model_calls: Model calls that it depends on; ``None`` if unknown.
         loss: Loss function that returned it, else empty.
         divided: Whether it was divided by something.
@@ -326,7 +326,7 @@ class Tensor(NamedTuple):
     dtype: str = ""
     weights_dtype: str = ""
     computed_under: str = ""
-    upcast: ast.AST | None = None
+    upcast: bool = False
     model_calls: frozenset[str] | None = None
     loss: str = ""
     divided: bool = False

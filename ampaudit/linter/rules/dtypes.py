@@ -6,12 +6,11 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake
 from ampaudit.linter.flow.events import LossCalled, OpEvaluated
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import nodes_around
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, mentions, names_in
-from ampaudit.linter.flow.tensors import autocast_dtype
 from ampaudit.linter.flow.torch_names import (
     MATRIX_LAYERS,
     WITHOUT_HALF_KERNEL,
@@ -66,19 +65,6 @@ def _loss_outside(_: Interpreter, event: LossCalled) -> Iterator[Mistake]:
             " autocast",
             advice,
         )
-
-
-@rule("AMP845", OpEvaluated, of_dtypes=True)
-def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
-    """A tensor that is cast to float32 for a matrix product, before which autocast casts it back."""
-    cast = autocast_dtype(flow) if event.name == "matmul" else ""
-    for value in event.tensors if cast else ():
-        if value.upcast is not None and not mentions(value.upcast, "mask"):  # exact in 16 bits
-            yield Mistake(
-                value.upcast,
-                f"autocast casts this float32 tensor back to {cast} at line {line_of(event.node)}",
-                f"compute what needs float32 {_IN_FLOAT32}",
-            )
 
 
 @rule("AMP846", OpEvaluated, of_dtypes=True)
