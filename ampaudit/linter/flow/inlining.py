@@ -187,8 +187,8 @@ def _bind_parameters(
 def _literal_argument(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
     """Return the value of a parameter from a literal argument or default.
 
-    A boolean is a setting that somebody may change in the file, or pass otherwise from another one, but where
-    the function is an expression with a name. So is a device other than CUDA that is only a default.
+    A boolean is a setting that somebody may change in the file, or pass otherwise from another one, except in
+    a function that only returns an expression. So is a device other than CUDA that is only a default.
     """
     if isinstance(value.value, str) and device_of(value) not in ("", "cuda") and not is_certain:
         return UNKNOWN
