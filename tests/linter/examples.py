@@ -40,6 +40,15 @@ def codes(text: str, name: str = "train.py") -> list[str]:
     return [finding.code for finding in linted.findings if finding.suppressed is None]
 
 
+# the loop over batches of a function with a model, its optimizer and a scaler
+SCALED_STEPS = """    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
 _LOOP = """
 import torch
 

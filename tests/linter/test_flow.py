@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.linter.examples import GOOD, codes, training_loop
+from tests.linter.examples import GOOD, SCALED_STEPS, codes, training_loop
 
 
 @pytest.mark.parametrize(
@@ -153,19 +153,12 @@ def test_a_flag_may_be_compared_with_true(test: str) -> None:
     assert codes(training_loop(f"{body}optimizer.step()", ", amp=True")) == ["AMP817"]
 
 
-EPOCHS = """import torch
+EPOCHS = f"""import torch
 
 
 def one_epoch(model, loader, optimizer):
     INSIDE
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
+{SCALED_STEPS}
 
 def main(make, loader):
     BEFORE
@@ -321,7 +314,7 @@ class Stepper:
     assert codes(text) == []
 
 
-CONFIGURED = """import torch
+CONFIGURED = f"""import torch
 from configs import load
 
 
@@ -331,14 +324,7 @@ def main(loader):
     scaler = torch.amp.GradScaler("cuda")
     if config.resume:
         optimizer.load_state_dict(torch.load(config.resume)["optimizer"])
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
+{SCALED_STEPS}"""
 
 
 def test_what_unknown_code_makes_is_known_by_its_use() -> None:

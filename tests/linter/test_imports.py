@@ -14,6 +14,7 @@ from ampaudit.linter.linting import lint_file, lint_files
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_tree import SourceTree
 from ampaudit.report.lint import LintFinding
+from tests.linter.examples import SCALED_STEPS
 
 LOOP = """
 import torch
@@ -323,19 +324,12 @@ def test_a_helper_that_restores_all_but_the_scaler_is_followed(tmp_path: Path, s
     assert "a checkpoint at line 4 of resume.py, but" in found.cause
 
 
-ENGINE = """import torch
+ENGINE = f"""import torch
 
 
 def train_one_epoch(model, loader, optimizer):
     scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
+{SCALED_STEPS}"""
 DRIVER = """import torch
 from engine import train_one_epoch
 

@@ -82,7 +82,7 @@ def dtype_of_model_calls(interpreter: Interpreter) -> str:
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op, if they may know a dtype; there are too many of them to record."""
     tensors = tuple([value for value in operands if isinstance(value, Tensor)])
-    if any(t.dtype or t.weights_dtype or t.upcast or t.rounded for t in tensors):
+    if any(t.dtype or t.weights_dtype or t.rounded for t in tensors):
         if isinstance(node, ast.Call) and keyword_value(node, "dtype") is not None:
             return  # it casts its operands
         interpreter.judge(interpreter.event(events.OpEvaluated, node, path, tensors))
